@@ -2,7 +2,7 @@
 is a TypeError, a wrong shape or value a ValueError.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -100,10 +100,13 @@ def begin_blocks(
 ) -> Loading:
     """File bytes [begin, end) to byte `to`, each range, checked."""
 
+_FileState = tuple[int, int, int, int]
+_RowRun = tuple[str, int, int, int, int, int, int, I32 | None, int, int]
+
 def begin_rows(
     arena: Arena,
-    files: list[tuple[str, tuple[int, int, int, int]]],
-    runs: list[tuple[str, int, int, int, int, int, int, I32 | None, int, int]],
+    files: Sequence[tuple[str, _FileState]],
+    runs: Sequence[_RowRun],
 ) -> Loading:
     """Rows of GGUF files as planar rows. files: (path, (device, inode, bytes, time of writing in ns)); runs:
     (format, columns, file, first byte, rows, to, stride, order, rows of a group (1: none), rows of the first
@@ -290,16 +293,19 @@ class Predictor:
 
 # The disk tier (csrc/storage/fetches.h).
 
+NOT_FINITE: int  # `DiskError`'s of experts: a scale is no finite number
 NO_BUNDLE: int  # `DiskRows(disable=…)`: each record in two reads
 NO_CACHE: int  # nothing stays from one call to the next
 NO_PIPELINE: int  # a read is waited for where it is made
 
 class SlotPool:
     """`slots` places of `stride` bytes from `offset` of an arena on, for records that come and go; offset and
-    stride are multiples of `slot_alignment`. `DiskRows` take theirs from it; the last `stream_slots` are the
-    running call's."""
+    stride are multiples of `slot_alignment`. `DiskRows` and `DiskExperts` take theirs from it; the last
+    `passing` are the running call's (None: `stream_slots`, as `DiskRows` need them)."""
 
-    def __new__(cls, arena: Arena, offset: int, stride: int, slots: int) -> SlotPool: ...
+    def __new__(
+        cls, arena: Arena, offset: int, stride: int, slots: int, passing: int | None = None
+    ) -> SlotPool: ...
     @property
     def free(self) -> int:
         """Slots nobody has taken."""
@@ -338,9 +344,60 @@ class DiskRows:
         there), `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns`
         (threads that waited for the disk with nothing else to do, added up)."""
 
+class ExpertFiles:
+    """The files of a model whose experts come from disk (a GGUF's parts, or weights.bin): one queue of reads.
+
+    `files`: (path, state) as `begin_rows` has them. `depth`: reads in flight at most, each with a buffer of
+    `piece_bytes` (whole pages): a row and twice the alignment of direct reads, 4096 at most, fit into it.
+    Besides, each thread of a call takes the rows of the largest group. OSError: a file cannot be opened.
+    DiskError: one has changed since its header was read.
+    """
+
+    def __new__(
+        cls,
+        files: Sequence[tuple[str, _FileState]],
+        *,
+        depth: int,
+        piece_bytes: int,
+        method: str = "",
+        direct: bool = True,
+    ) -> ExpertFiles: ...
+    @property
+    def how(self) -> str:
+        """How it reads, for a person."""
+
+class DiskExperts:
+    """The experts of one layer, that take turns in `quota` slots of a pool, a record each.
+
+    `runs`: of each expert its slabs, as `begin_rows` takes them, `to` within the slot; slabs of one number
+    have one shape in all experts. `names`: of each slab, for `DiskError`. `planar`: rows are as in a pack, so
+    that nothing but groups is rearranged. `disable`: NO_CACHE, NO_PIPELINE, added up. `likely` [experts]: as
+    of `DiskRows`. The call that the layer runs in takes more experts than there are slots in waves, of half
+    of the pool's passing slots each.
+    """
+
+    def __new__(
+        cls,
+        pool: SlotPool,
+        files: ExpertFiles,
+        runs: Sequence[Sequence[_RowRun]],
+        quota: int,
+        names: Sequence[str],
+        *,
+        planar: bool = False,
+        disable: int = 0,
+        likely: F32 | None = None,
+    ) -> DiskExperts: ...
+    def load(self, threads: int = 1) -> None:
+        """Read the first `quota` experts. Before the first call. DiskError."""
+
+    def stats(self) -> dict[str, int]:
+        """As of `DiskRows`; records are experts."""
+
 class DiskError(Exception):
-    """args: (errno, -1: the file ends early, 0: wrong checksum; name; neuron; whether the file has changed
-    since it was opened). The caches live on.
+    """args: (errno, -1: the file ends early, 0: wrong checksum, CHANGED: another file than when its header
+    was read, NOT_FINITE: a scale is no finite number; name; neuron, or -1 where the name says it all; whether
+    the file has changed since it was opened). The caches live on.
     """
 
 class FFN:
@@ -400,6 +457,7 @@ class Mixture:
     are plain. `shared_router`, f32 [1, dim]: its part is multiplied by sigmoid(w . x).
     `router_norm`: of the router's own input, the stream. `expert_scale` [experts]: times the weights.
     `experts_norm`: of the experts' sum, beside which the shared FFN has its own norm and join.
+    `disk`: experts are plain matrices that come from disk; theirs say where they lie in slot 0 of its pool.
     """
 
     def __new__(
@@ -417,6 +475,7 @@ class Mixture:
         router_norm: Norm | None = None,
         expert_scale: F32 | None = None,
         experts_norm: Norm | None = None,
+        disk: DiskExperts | None = None,
     ) -> Mixture: ...
     def route(self, logits: F32, weights: F32) -> None:
         """`weights`: how much of each expert tokens with these logits get; both [tokens, experts]."""

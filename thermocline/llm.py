@@ -114,7 +114,7 @@ class LLM:
     lazy       wait for the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
-               are larger, those of the neurons that are needed least stay on disk
+               are larger, those of the neurons that are needed least stay on disk; of a mixture, experts
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
     cache_type_k  of keys: "f16", "q8_0" (53 % of its memory) or "q4_0" (28 %)
     cache_type_v  of values: the same

@@ -20,7 +20,6 @@ void bind_load(nanobind::module_& m);                                           
 void bind_quantise(nanobind::module_& m);                                        // bindings_quantise.cpp
 void bind_plan(nanobind::module_& m);                                            // bindings_plan.cpp
 void bind_mixers(nanobind::module_& m, nanobind::class_<tc::Context>& context);  // bindings_mixers.cpp
-bool interrupted_by_python();
 
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.
 static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t rows, size_t cols,
@@ -288,11 +287,24 @@ static void check_part(const tc::FFN& f, size_t dim) {
     check(!f.norm.weight && !f.sub_norm.weight && f.join.plain(), "norm and join are the mixture's");
 }
 
+// Do all matrices of all experts lie within the pool's first slot?
+static void check_slots(const tc::Mixture& m, const tc::DiskExperts& disk) {
+    const tc::SlotPool& pool = disk.pool();
+    check(disk.neurons == m.experts.size(), "the experts on disk are others");
+    for (const tc::FFN* f : m.experts) {
+        check(!f->bundles, "only plain matrices of experts can be on disk");
+        for (const Matrix* w : {&f->gate.weight, &f->up, &f->down})
+            check(!w->data || (w->data >= pool.data && w->rows * w->stride <= pool.stride &&
+                               size_t(w->data - pool.data) <= pool.stride - w->rows * w->stride),
+                  "experts are not over the pool's first slot");
+    }
+}
+
 // `experts`: of FFN, kept alive as they are.
 static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tuple& experts, size_t active,
                             const Join& join, const tc::RouterRule& rule, std::optional<F1> selection_bias,
                             const FFN* shared, const Matrix* shared_router, const Norm* router_norm,
-                            std::optional<F1> expert_scale, const Norm* experts_norm) {
+                            std::optional<F1> expert_scale, const Norm* experts_norm, DiskExperts* disk) {
     const size_t dim = router.linear.weight.cols, n = router.linear.weight.rows;
     check(experts.size() == n, "experts and router do not fit");
     check_rule(rule, n, active);
@@ -333,6 +345,8 @@ static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tu
     if (shared_router) m.layer.shared_router = *shared_router;
     m.layer.router_norm = norm_of(router_norm, dim), m.layer.experts_norm = norm_of(experts_norm, dim);
     m.layer.expert_scale = optional_vector(expert_scale, n, "expert_scale has the wrong length");
+    if (disk) check_slots(m.layer, disk->rows);
+    m.layer.disk = disk ? &disk->rows : nullptr;
     return m;
 }
 
@@ -858,8 +872,8 @@ NB_MODULE(_native, m) {
              nb::kw_only(), "rule"_a, "selection_bias"_a.noconvert().none() = nb::none(),
              "shared"_a.none() = nb::none(), "shared_router"_a.none() = nb::none(),
              "router_norm"_a.none() = nb::none(), "expert_scale"_a.noconvert().none() = nb::none(),
-             "experts_norm"_a.none() = nb::none(), nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(),
-             nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>())
+             "experts_norm"_a.none() = nb::none(), "disk"_a.none() = nb::none(), nb::keep_alive<0, 3>(),
+             nb::keep_alive<0, 4>(), nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>(), nb::keep_alive<0, 14>())
         .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
         .def_prop_ro("experts", [](const Mixture& m) { return m.layer.experts.size(); })
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })

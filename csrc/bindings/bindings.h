@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "engine/model_ops.h"
+#include "storage/disk_experts.h"
 #include "storage/store.h"
 
 namespace nb = nanobind;
@@ -109,6 +110,11 @@ struct Mixture {
     std::optional<Norm> router_norm, experts_norm;
     size_t dim() const { return layer.router.weight.cols; }
 };
+// The experts of a layer on disk, and the orders of their rows.
+struct DiskExperts {
+    tc::DiskExperts rows;
+    std::vector<I1> orders;
+};
 struct PerLayer {
     tc::PerLayer layer;
     Join join;
@@ -131,6 +137,15 @@ struct KVPages {
     AnyArray keys;
     std::optional<AnyArray> values;  // none: latents, which are both
 };
+
+// Rows of a file as Python names them (bindings_load.cpp), which go to `bytes` bytes of memory.
+using State = std::tuple<uint64_t, uint64_t, uint64_t, int64_t>;
+using Run = std::tuple<std::string, size_t, unsigned, uint64_t, size_t, size_t, size_t, std::optional<I1>,
+                       size_t, size_t>;
+tc::RowRun make_run(const Run& run, size_t bytes, size_t files);
+std::vector<tc::SourceFile> source_files(const std::vector<std::tuple<std::string, State>>& files);
+tc::Method method_of(const std::string& name);  // bindings_disk.cpp
+bool interrupted_by_python();
 
 // Parts of a layer, as bindings.cpp makes them.
 tc::Norm norm_of(const Norm* norm, size_t dim);

@@ -15,15 +15,16 @@ using tc::SlotPool;
 using Likely = Array<const float, 1>;
 using Checksums = Array<const uint32_t, 1>;
 
+tc::Method method_of(const std::string& name) {
+    check(name.empty() || name == "io_uring" || name == "threads", "method is io_uring or threads");
+    return name.empty() ? tc::Method::AUTO : name == "threads" ? tc::Method::THREADS : tc::Method::URING;
+}
+
 static void make_reader(Reader* self, const std::string& path, unsigned depth, size_t buffer_bytes,
                         const std::string& method, bool direct) {
     check(depth >= 1 && depth <= 4096, "depth out of range");
     check(buffer_bytes >= 1 && buffer_bytes <= size_t(1) << 30, "buffer_bytes out of range");
-    check(method.empty() || method == "io_uring" || method == "threads", "method is io_uring or threads");
-    const tc::Method how = method.empty()        ? tc::Method::AUTO
-                           : method == "threads" ? tc::Method::THREADS
-                                                 : tc::Method::URING;
-    new (self) Reader(path.c_str(), depth, buffer_bytes, how, direct);
+    new (self) Reader(path.c_str(), depth, buffer_bytes, method_of(method), direct);
     if (const int error = self->error()) {
         self->~Reader();
         errno = error;
@@ -55,17 +56,20 @@ static std::vector<std::tuple<uint64_t, int>> take(Reader& r, bool wait) {
     return out;
 }
 
-static SlotPool* make_pool(const tc::Arena& arena, size_t offset, size_t stride, size_t slots) {
+static SlotPool* make_pool(const tc::Arena& arena, size_t offset, size_t stride, size_t slots,
+                           std::optional<size_t> passing) {
     check(offset % tc::kSlotAlignment == 0 && stride % tc::kSlotAlignment == 0 && stride > 0,
           "slots are not aligned");
-    check(slots >= tc::kStreamSlots && slots <= size_t(INT32_MAX), "number of slots out of range");
+    const size_t n_passing = passing.value_or(tc::kStreamSlots);
+    check(n_passing >= 1 && slots >= n_passing && slots <= size_t(INT32_MAX), "number of slots out of range");
     check(offset <= arena.bytes && stride <= (arena.bytes - offset) / slots, "slots outside their arena");
-    return new SlotPool(arena.data + offset, stride, slots);
+    return new SlotPool(arena.data + offset, stride, slots, n_passing);
 }
 
 static DiskRows* make_rows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t neurons, size_t hot,
                            size_t quota, Checksums crc, std::string name, int disable,
                            std::optional<Likely> likely) {
+    check(pool.passing.size() == tc::kStreamSlots, "too few passing slots for neurons");
     check(neurons > 0 && neurons <= size_t(INT32_MAX) && hot <= neurons, "more hot neurons than there are");
     check(quota <= neurons - hot, "more slots than records");
     check(!likely || likely->shape(0) == neurons, "likely has the wrong length");
@@ -89,11 +93,89 @@ bool interrupted_by_python() {
     return PyErr_CheckSignals() != 0;
 }
 
-static std::map<std::string, uint64_t> stats(const DiskRows& rows) {
-    const DiskRows::Stats& s = rows.stats;
+template <class Rows>
+static std::map<std::string, uint64_t> stats_of(const Rows& rows) {
+    const auto& s = rows.stats;
     return {{"needed", s.needed}, {"missed", s.missed},        {"reads", s.reads},
             {"bytes", s.bytes},   {"streamed", s.streamed},    {"waited_ns", s.waited_ns},
             {"early", s.early},   {"early_used", s.early_used}};
+}
+
+// ---- experts
+static tc::ExpertFiles* make_files(const std::vector<std::tuple<std::string, State>>& files, unsigned depth,
+                                   size_t piece_bytes, const std::string& method, bool direct) {
+    check(!files.empty() && files.size() <= 4096, "no files");
+    check(depth >= 2 && depth <= 4096, "depth out of range");
+    check(piece_bytes >= 16384 && piece_bytes <= size_t(1) << 30, "piece_bytes out of range");
+    auto made =
+        std::make_unique<tc::ExpertFiles>(source_files(files), depth, piece_bytes, method_of(method), direct);
+    if (const int error = made->reader.error()) {
+        const std::string& path =
+            made->files[std::min<size_t>(made->reader.failed_file(), files.size() - 1)].path;
+        errno = error;
+        PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+        throw nb::python_error();
+    }
+    for (unsigned i = 0; i < files.size(); i++)
+        if (made->changed(i)) throw tc::DiskError(tc::kChanged, made->files[i].path, -1, true);
+    return made.release();
+}
+
+static DiskExperts* make_experts(SlotPool& pool, tc::ExpertFiles& files,
+                                 const std::vector<std::vector<Run>>& runs, size_t quota,
+                                 std::vector<std::string> names, bool planar, int disable,
+                                 std::optional<Likely> likely) {
+    check(!runs.empty() && runs.size() <= tc::kMostExperts && quota <= runs.size(),
+          "more slots than experts");
+    check(!names.empty() && names.size() <= 16, "an expert has no slabs");
+    check(!likely || likely->shape(0) == runs.size(), "likely has the wrong length");
+    check(disable >= 0 && disable < 8, "disable out of range");
+    std::vector<std::vector<tc::RowRun>> made;
+    std::vector<I1> orders;
+    const size_t ends = 2 * files.reader.alignment();
+    for (const std::vector<Run>& slabs : runs) {
+        check(slabs.size() == names.size(), "experts differ in their slabs");
+        made.emplace_back();
+        for (const Run& run : slabs) {
+            tc::RowRun r = make_run(run, pool.stride, files.files.size());
+            r.planar = planar;
+            check(r.row_bytes() + ends <= files.reader.buffer_bytes(), "a row is larger than a piece");
+            check(r.at <= uint64_t(INT64_MAX) / 2, "offset out of range");
+            const tc::RowRun& like = (made[0].size() > made.back().size() ? made[0][made.back().size()] : r);
+            check(r.form == like.form && r.blocks == like.blocks && r.rows == like.rows && r.to == like.to &&
+                      r.stride == like.stride && r.group == like.group && r.lane == like.lane,
+                  "experts differ in shape");
+            made.back().push_back(r);
+            if (const auto& order = std::get<7>(run)) orders.push_back(*order);
+        }
+    }
+    try {
+        return new DiskExperts{
+            {pool, files, made, quota, likely ? likely->data() : nullptr, std::move(names), disable},
+            std::move(orders)};
+    } catch (const std::length_error& e) {
+        throw nb::value_error(e.what());
+    }
+}
+
+static void bind_experts(nb::module_& m) {
+    nb::class_<tc::ExpertFiles>(m, "ExpertFiles")
+        .def(nb::new_(&make_files), "files"_a, nb::kw_only(), "depth"_a, "piece_bytes"_a, "method"_a = "",
+             "direct"_a = true)
+        .def_prop_ro("how", [](const tc::ExpertFiles& f) { return std::string(f.reader.how()); });
+    nb::class_<DiskExperts>(m, "DiskExperts")
+        .def(nb::new_(&make_experts), "pool"_a, "files"_a, "runs"_a, "quota"_a, "names"_a, nb::kw_only(),
+             "planar"_a = false, "disable"_a = 0, "likely"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
+        .def(
+            "load",
+            [](DiskExperts& e, int threads) {
+                check(threads >= 1 && threads <= 1024, "threads out of range");
+                nb::gil_scoped_release release;
+                e.rows.load(threads, &interrupted_by_python);
+            },
+            "threads"_a = 1)
+        .def("stats", [](const DiskExperts& e) { return stats_of(e.rows); });
 }
 
 // tc::DiskError as _native.DiskError(error, name, neuron, changed)
@@ -112,11 +194,12 @@ static void bind_disk_error(nb::module_& m) {
 }
 
 static void bind_slots(nb::module_& m) {
+    m.attr("NOT_FINITE") = tc::kNotFinite;
     m.attr("NO_BUNDLE") = int(DiskRows::NO_BUNDLE);
     m.attr("NO_CACHE") = int(DiskRows::NO_CACHE);
     m.attr("NO_PIPELINE") = int(DiskRows::NO_PIPELINE);
     nb::class_<SlotPool>(m, "SlotPool")
-        .def(nb::new_(&make_pool), "arena"_a, "offset"_a, "stride"_a, "slots"_a,
+        .def(nb::new_(&make_pool), "arena"_a, "offset"_a, "stride"_a, "slots"_a, "passing"_a = nb::none(),
              nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
         .def_prop_ro("free", &SlotPool::free);
     nb::class_<DiskRows>(m, "DiskRows")
@@ -127,18 +210,19 @@ static void bind_slots(nb::module_& m) {
         .def(
             "load", [](DiskRows& r) { r.load(&interrupted_by_python); },
             nb::call_guard<nb::gil_scoped_release>())
-        .def("stats", &stats);
+        .def("stats", &stats_of<DiskRows>);
 }
 
 void bind_disk(nb::module_& m) {
     bind_disk_error(m);
     bind_slots(m);
+    bind_experts(m);
     nb::class_<Reader>(m, "Reader")
         .def("__init__", &make_reader, "path"_a, nb::kw_only(), "depth"_a, "buffer_bytes"_a, "method"_a = "",
              "direct"_a = true)
         .def_prop_ro("how", [](const Reader& r) { return std::string(r.how()); })
         .def_prop_ro("alignment", &Reader::alignment)
-        .def_prop_ro("changed", &Reader::changed)
+        .def_prop_ro("changed", [](const Reader& r) { return r.changed(); })
         .def(
             "buffer",
             [](Reader& r, unsigned i) {

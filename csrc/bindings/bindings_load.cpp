@@ -1,7 +1,6 @@
 // What Python needs of loading: begun, waited for, given up. As bindings.cpp: validates, releases the GIL,
 // calls.
 #include "bindings.h"
-#include "storage/row_load.h"
 
 #include <memory>
 #include <new>
@@ -13,9 +12,6 @@
 using tc::Crew;
 using Checksums = Array<const uint32_t, 1>;
 using Progress = std::optional<nb::callable>;
-using State = std::tuple<uint64_t, uint64_t, uint64_t, int64_t>;
-using Run = std::tuple<std::string, size_t, unsigned, uint64_t, size_t, size_t, size_t, std::optional<I1>,
-                       size_t, size_t>;
 
 static constexpr unsigned kLook = 50;  // ms between two looks at Ctrl-C and the progress
 
@@ -46,15 +42,15 @@ static Loading* begin_blocks(Arena& arena, const std::string& path,
 
 // Do whole groups lie in the arena, from the one of row 0 to the one of row `last`?
 static void check_groups(const tc::Arrangement& form, const Run& run, size_t row_bytes, size_t last,
-                         const Arena& arena) {
+                         size_t bytes) {
     const auto& [format, columns, file, at, rows, to, stride, order, group, lane] = run;
     check(tc::kFormats[form.format].block > 1 && group <= 1024, "rows that cannot be in groups");
     check(stride == row_bytes && lane < group && lane * stride <= to, "rows of groups out of place");
     const size_t begin = to - lane * stride, all = (lane + last) / group * group + group;
-    check(all <= (arena.bytes - begin) / stride, "groups outside the arena");
+    check(all <= (bytes - begin) / stride, "groups outside the arena");
 }
 
-static tc::RowRun make_run(const Run& run, const Arena& arena, size_t files) {
+tc::RowRun make_run(const Run& run, size_t bytes, size_t files) {
     const auto& [format, columns, file, at, rows, to, stride, order, group, lane] = run;
     const tc::Arrangement* form = tc::arrangement(format.c_str());
     check(form != nullptr, "unknown weight format");
@@ -73,25 +69,29 @@ static tc::RowRun make_run(const Run& run, const Arena& arena, size_t files) {
         for (size_t i = 0; i < rows; i++) most = std::max(most, order->data()[i]);
         last = size_t(most);
     }
-    check(
-        to <= arena.bytes && row_bytes <= arena.bytes - to && last <= (arena.bytes - to - row_bytes) / stride,
-        "rows outside the arena");
-    if (group > 1) check_groups(*form, run, row_bytes, last, arena);
+    check(to <= bytes && row_bytes <= bytes - to && last <= (bytes - to - row_bytes) / stride,
+          "rows outside the arena");
+    if (group > 1) check_groups(*form, run, row_bytes, last, bytes);
     return {form, blocks, file, at, rows, to, stride, order ? order->data() : nullptr, group, lane};
 }
 
-static Loading* begin_rows(Arena& arena, const std::vector<std::tuple<std::string, State>>& files,
-                           const std::vector<Run>& runs) {
-    check(runs.size() < size_t(1) << (63 - tc::kRowBits), "too many runs");
+std::vector<tc::SourceFile> source_files(const std::vector<std::tuple<std::string, State>>& files) {
     std::vector<tc::SourceFile> sources;
     for (const auto& [path, state] : files) {
         const auto& [device, inode, bytes, modified_ns] = state;
         sources.push_back({path, {device, inode, bytes, modified_ns}});
     }
+    return sources;
+}
+
+static Loading* begin_rows(Arena& arena, const std::vector<std::tuple<std::string, State>>& files,
+                           const std::vector<Run>& runs) {
+    check(runs.size() < size_t(1) << (63 - tc::kRowBits), "too many runs");
+    const std::vector<tc::SourceFile> sources = source_files(files);
     std::vector<tc::RowRun> found;
     std::vector<I1> orders;
     for (const Run& run : runs) {
-        found.push_back(make_run(run, arena, files.size()));
+        found.push_back(make_run(run, arena.bytes, files.size()));
         if (const auto& order = std::get<7>(run)) orders.push_back(*order);
     }
     std::unique_ptr<Crew> crew;

@@ -10,6 +10,7 @@
 #include <atomic>
 
 #include "model_ops.h"
+#include "storage/disk_experts.h"
 #include "work.h"
 
 namespace tc {
@@ -24,6 +25,12 @@ constexpr size_t kFewRows = 1024, kManyRows = kExpertRows;
 constexpr size_t kGroupedTokens = 32;
 static bool in_groups(const FFN& f) {
     return f.gate.weight.group > 1 && (!f.up.data || f.up.group > 1) && f.down.group > 1;
+}
+
+// Of an expert on disk: the matrix where its slot is.
+static Matrix in_slot(Matrix w, const Visit& v) {
+    w.data += v.shift;
+    return w;
 }
 
 // The tokens' common input, as matrices of some formats take it. `gathered`: that of each visit.
@@ -42,6 +49,8 @@ struct Context::Experts {
     void place_all();
     void make_inputs();
     FFNCounts run();
+    FFNCounts run_from_disk();
+    FFNCounts counts(size_t active) const;
 
     const Form& form_of(Format format) const;
     void add_form(Format format);
@@ -49,7 +58,7 @@ struct Context::Experts {
     void gather(const Visit& v, const Form& form) const;
     void gather(const Visit& v) const;
     size_t activations(const Visit& v, size_t begin, size_t end, int thread) const;
-    void answers(size_t begin, size_t end, int thread) const;
+    void answers(size_t from, size_t to, size_t begin, size_t end, int thread) const;
     float* products(int thread) const { return ctx.products_.data() + size_t(thread) * product_stride; }
     uint8_t* panel(int thread) const { return panels + size_t(thread) * ctx.panel_stride_; }
 
@@ -197,10 +206,11 @@ size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, i
     const FFN& f = *v.ffn;
     const size_t some = end - begin, neurons = f.neurons();
     float *gate = products(thread), *up = f.up.data ? gate + v.n * some : nullptr;
-    k.matmul(f.gate.weight, nullptr, begin, end, input(v, f.gate.weight.format), f.gate.bias, false, gate,
-             some, panel(thread));
+    k.matmul(in_slot(f.gate.weight, v), nullptr, begin, end, input(v, f.gate.weight.format), f.gate.bias,
+             false, gate, some, panel(thread));
     if (up)
-        k.matmul(f.up, nullptr, begin, end, input(v, f.up.format), f.up_bias, false, up, some, panel(thread));
+        k.matmul(in_slot(f.up, v), nullptr, begin, end, input(v, f.up.format), f.up_bias, false, up, some,
+                 panel(thread));
     size_t live = 0;
     for (size_t i = 0; i < v.n; i++) {
         float* x = gate + i * some;
@@ -220,21 +230,21 @@ size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, i
     return &f == a.mixture.shared ? 0 : live;
 }
 
-// sum += columns [begin, end) of what the experts give, by their shares.
-void Context::Experts::answers(size_t begin, size_t end, int thread) const {
+// sum += columns [begin, end) of what visits [from, to) give, by their shares.
+void Context::Experts::answers(size_t from, size_t to, size_t begin, size_t end, int thread) const {
     const size_t some = end - begin;
     float* y = products(thread);
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = from; i < to; i++) {
         const Visit& v = visits[i];
         const FFN& f = *v.ffn;
-        k.matmul(f.down, nullptr, begin, end,
+        k.matmul(in_slot(f.down, v), nullptr, begin, end,
                  {ctx.hidden_input_.data() + v.hidden, v.hidden_bytes, v.n, v.lanes}, f.down_bias, false, y,
                  some, panel(thread));
         for (size_t j = 0; j < v.n; j++) {
             const bool scaled = a.mixture.rule.scales_input && &f != a.mixture.shared;
             const float w = scaled ? 1 : shares[v.first + j];
-            float *to = sum + tokens[v.first + j] * a.dim + begin, *from = y + j * some;
-            for (size_t c = 0; c < some; c++) to[c] += w * from[c];
+            float *add = sum + tokens[v.first + j] * a.dim + begin, *give = y + j * some;
+            for (size_t c = 0; c < some; c++) add[c] += w * give[c];
         }
     }
 }
@@ -268,17 +278,77 @@ FFNCounts Context::Experts::run() {
             }
         active.fetch_add(live, std::memory_order_relaxed);
         ctx.pool.barrier();
-        for (size_t begin, end; columns.take(&begin, &end);) answers(begin, end, thread);
+        for (size_t begin, end; columns.take(&begin, &end);) answers(0, n, begin, end, thread);
     };
     ctx.pool.run(region);
+    return counts(active.load());
+}
+
+FFNCounts Context::Experts::counts(size_t active) const {
     FFNCounts counts;
     for (size_t i = 0; i < n; i++) {
         const FFN& f = *visits[i].ffn;
         if (&f == a.mixture.shared) continue;
         counts.rows += f.neurons() * (f.up.data ? 2 : 1), counts.gates += f.neurons();
     }
-    counts.active = active.load();
+    counts.active = active;
     return counts;
+}
+
+// How much each expert is used: a token at a time, a prompt's as if they had come one by one.
+static float uses_of(const Visit& v, const size_t* tokens, size_t of) {
+    if (of <= kFewTokens) return 1;
+    float uses = 0;
+    for (size_t i = 0; i < v.n; i++) uses += ExpertPolicy::aged(of - 1 - tokens[v.first + i]);
+    return uses;
+}
+
+// Experts on disk, in waves: activations of those that are there, then of the others in the order in which
+// they come, and when all are there the answers. The next wave's are read meanwhile.
+FFNCounts Context::Experts::run_from_disk() {
+    DiskExperts& disk = *a.mixture.disk;
+    const bool many = most > kFewTokens;
+    const size_t rows_at_most = many ? kManyRows : kFewRows, unit = size_t(k.panel_rows);
+    std::vector<ExpertReads::Task> tasks;
+    for (size_t i = 0; i < n; i++) {
+        const Visit& v = visits[i];
+        const FFN& f = *v.ffn;
+        const bool kept = &f == a.mixture.shared;
+        const size_t least = piece_rows(f.gate.weight.stride, kBlock, threads);
+        tasks.push_back({kept ? -1 : int32_t(v.expert), kept ? 0 : uses_of(v, tokens, a.tokens), f.neurons(),
+                         many ? kBlock : std::min(rows_at_most, least)});
+    }
+    ExpertReads reads(disk, std::move(tasks), a.tokens > kFewTokens ? a.tokens : 1, rows_at_most, threads,
+                      ctx.interrupted);
+    std::atomic<size_t> active{0};
+    for (size_t from = 0, to; from < n; from = to) {
+        to = from + reads.begin_wave();
+        size_t down_bytes = 0;
+        for (size_t i = from; i < to; i++) {
+            const int32_t slot = reads.tasks()[i].slot;
+            visits[i].shift = slot < 0 ? 0 : size_t(slot) * disk.pool().stride;
+            down_bytes += visits[i].ffn->down.stride;
+        }
+        const size_t least = many ? unit : std::min(rows_at_most, piece_rows(down_bytes, unit, threads));
+        Pieces columns(a.dim, least, threads, rows_at_most);
+        std::atomic<size_t> next{from};
+        auto region = [&](int thread) {
+            if (gathers) {
+                for (size_t i; (i = next.fetch_add(1)) < to;) gather(visits[i]);
+                ctx.pool.barrier();
+            }
+            size_t live = 0;
+            for (size_t i, begin, end; reads.take(&i, &begin, &end, thread);)
+                live += activations(visits[i], begin, end, thread);
+            active.fetch_add(live, std::memory_order_relaxed);
+            ctx.pool.barrier();
+            for (size_t begin, end; !reads.failed() && columns.take(&begin, &end); reads.help(thread))
+                answers(from, to, begin, end, thread);
+        };
+        ctx.pool.run(region);
+        reads.end_wave();
+    }
+    return counts(active.load());
 }
 
 // How much of the shared FFN each token gets.
@@ -310,7 +380,7 @@ FFNCounts Context::experts_add(const MixtureArgs& a, const float* h, const float
     if (!all.n) return {};
     all.place_all();
     all.make_inputs();
-    return all.run();
+    return m.disk && experts ? all.run_from_disk() : all.run();
 }
 
 }  // namespace tc

@@ -37,6 +37,8 @@ struct Norm {
     bool layer;
 };
 
+class DiskExperts;  // storage/disk_experts.h
+
 // x wT + bias; bias may be null.
 struct Linear {
     Matrix weight;
@@ -212,6 +214,8 @@ struct Mixture {
     // one too. Or none.
     Norm experts_norm = {};
     bool apart() const { return experts_norm.weight != nullptr; }
+    // Where experts are on disk: matrices say where they lie in slot 0.
+    DiskExperts* disk = nullptr;
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 
@@ -285,6 +289,7 @@ struct Visit {
     size_t place;                 // where its neurons begin among all visits'
     size_t row;                   // where its tokens' inputs begin, in rows
     size_t hidden, hidden_bytes;  // where its activations begin, in bytes; of a token
+    size_t shift;                 // of an expert on disk: how far its slot is from where its matrices say
 };
 
 // What gate and up multiply with: the same where their formats take the same.

@@ -26,12 +26,14 @@
 namespace tc {
 
 // Least frequently used, of uses that count less the older they are, on top of what a profile expects. Traces
-// say so: 3 to 6 points more hits than LRU, 1 to 3 more than S3-FIFO (LOG, "Cache policies").
-struct LFU {
-    static constexpr const char* name = "lfu";
-    static constexpr float kPrior = 16, kHalfLife = 64;
+// say so: 3 to 6 points more hits than LRU, 1 to 3 more than S3-FIFO (LOG, "Cache policies"). HALF: the steps
+// after which a use counts half.
+template <int HALF>
+struct DecayedUses {
+    static constexpr const char* name = HALF == 64 ? "lfu" : "experts";
+    static constexpr float kPrior = 16, kHalfLife = HALF;
 
-    LFU(size_t records, const float* likely) : prior_(records), uses_(records) {
+    DecayedUses(size_t records, const float* likely) : prior_(records), uses_(records) {
         for (size_t i = 0; likely && i < records; i++) prior_[i] = kPrior * likely[i];
     }
     static float aged(size_t steps) { return std::exp2(-float(steps) / kHalfLife); }
@@ -82,7 +84,12 @@ struct Pinned {
     float score(size_t) const { return 0; }
 };
 
+using LFU = DecayedUses<64>;
 using EnginePolicy = LFU;
+// Experts of traced mixtures (Qwen3-30B-A3B, gpt-oss, Gemma 4), a tenth, a fifth and two fifths of them held:
+// after 8 tokens .541 to .580, .711 to .745 and .811 to .896 of the requests are hits; after 64 .507 to .547,
+// .687 to .732 and .812 to .893; LRU is between.
+using ExpertPolicy = DecayedUses<8>;
 
 // f(PolicyType<P>()) for the policy P of that name; false: there is none.
 template <class Policy>

@@ -23,7 +23,7 @@ static constexpr unsigned kThreads = 32;  // each waits for one read at a time
 // ---- threads: each takes a request, waits for the disk, and says so
 class ReadThreads {
  public:
-    ReadThreads(const File& file, unsigned depth) : file_(file), depth_(depth) {
+    ReadThreads(std::vector<const File*> files, unsigned depth) : files_(std::move(files)), depth_(depth) {
         try {
             for (unsigned i = 0; i < std::min(depth, kThreads); i++)
                 threads_.emplace_back([this] { work(); });
@@ -72,14 +72,18 @@ class ReadThreads {
             queue_.pop_front();
             lock.unlock();
             int error;
-            if (file_.read(r.to, r.bytes, r.offset, error) < r.bytes && !error) error = -1;
+            const size_t got = files_[r.file]->read(r.to, r.bytes, r.offset, error);
+            if (got >= r.needed())
+                error = 0;
+            else if (!error)
+                error = -1;
             lock.lock();
             finished_.push_back({r.tag, error});
             done_.notify_all();
         }
     }
 
-    const File& file_;
+    const std::vector<const File*> files_;
     const unsigned depth_;
     std::mutex mutex_;  // of all that follows
     std::condition_variable requested_, done_;
@@ -112,12 +116,16 @@ static std::string name_of(int error) {
 }
 
 Reader::Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method, bool direct)
-    : path_(path),
-      depth_(depth),
+    : Reader(std::vector<std::string>{path}, depth, buffer_bytes, method, direct) {}
+
+Reader::Reader(const std::vector<std::string>& paths, unsigned depth, size_t buffer_bytes, Method method,
+               bool direct)
+    : depth_(depth),
       buffer_bytes_(buffer_bytes),
       buffer_stride_((buffer_bytes + kPage - 1) / kPage * kPage),
       forks_(forks_so_far()) {
-    error_ = open(path, direct);
+    for (const std::string& path : paths) files_.push_back({path, nullptr, {}});
+    error_ = open(direct);
     if (error_) return;
     buffers_ = map_pages(depth * buffer_stride_);
     error_ = buffers_.data ? begin(method) : ENOMEM;
@@ -127,10 +135,11 @@ Reader::Reader(const char* path, unsigned depth, size_t buffer_bytes, Method met
 // a program that is told to end does so, however slow the disk is.
 Reader::~Reader() {
     const bool forked = this->forked();
-    if (forked)
-        threads_.release(),
-            file_.release();  // the parent's: there is none to join here, and locks are never given back
-    auto close = [forked, buffers = buffers_, file = std::move(file_), ring = std::move(ring_),
+    if (forked) {  // the parent's: there is none to join here, and locks are never given back
+        threads_.release();
+        for (Source& f : files_) f.file.release();
+    }
+    auto close = [forked, buffers = buffers_, files = std::move(files_), ring = std::move(ring_),
                   threads = std::move(threads_)]() mutable {
         if (ring && !ring->error() && !forked) ring->drain();
         threads.reset();
@@ -149,29 +158,39 @@ Reader::~Reader() {
     }
 }
 
-int Reader::open(const char* path, bool direct) {
+// All directly, or all through the page cache: one alignment.
+int Reader::open(bool direct) {
     int refused = 0;
-    if (direct) {
-        file_ = std::make_unique<File>(path, File::DIRECT);
-        alignment_ = file_->open() ? file_->direct_alignment() : 0;
-        refused = file_->open() ? EOPNOTSUPP : file_->error();
+    alignment_ = 1;
+    for (failed_file_ = 0; direct && failed_file_ < files_.size(); failed_file_++) {
+        std::unique_ptr<File>& file = files_[failed_file_].file;
+        file = std::make_unique<File>(files_[failed_file_].path.c_str(), File::DIRECT);
+        const size_t alignment = file->open() ? file->direct_alignment() : 0;
+        refused = !file->open() ? file->error() : !alignment ? EOPNOTSUPP : 0;
+        if (refused) direct = false;
+        alignment_ = std::max(alignment_, alignment);
     }
     how_ = ", direct";
-    if (!direct || !alignment_) {
+    for (failed_file_ = 0; !direct && failed_file_ < files_.size(); failed_file_++) {
+        std::unique_ptr<File>& file = files_[failed_file_].file;
+        file = std::make_unique<File>(files_[failed_file_].path.c_str(), File::THROUGH_CACHE);
+        if (!file->open()) return file->error();
+        file->expect_random_reads();
         alignment_ = 1;
-        file_ = std::make_unique<File>(path, File::THROUGH_CACHE);
-        if (!file_->open()) return file_->error();
-        file_->expect_random_reads();
         how_ =
             ", through the page cache" + (refused ? " (direct I/O refused: " + name_of(refused) + ")" : "");
     }
-    return file_->state(state_) ? 0 : EIO;
+    for (failed_file_ = 0; failed_file_ < files_.size(); failed_file_++)
+        if (Source& f = files_[failed_file_]; !f.file->state(f.opened)) return EIO;
+    return 0;
 }
 
 int Reader::begin(Method method) {
     int refused = 0;
+    std::vector<const File*> files;
+    for (const Source& f : files_) files.push_back(f.file.get());
     if (method != Method::THREADS) {
-        ring_ = std::make_unique<Ring>(*file_, depth_, buffers_.data, depth_ * buffer_stride_, alignment_);
+        ring_ = std::make_unique<Ring>(files, depth_, buffers_.data, depth_ * buffer_stride_, alignment_);
         refused = ring_->error();
         if (!refused) {
             how_ = "io_uring" + how_;
@@ -182,16 +201,17 @@ int Reader::begin(Method method) {
         ring_.reset();
         if (method == Method::URING) return refused;
     }
-    threads_ = std::make_unique<ReadThreads>(*file_, depth_);
+    threads_ = std::make_unique<ReadThreads>(files, depth_);
     how_ = std::to_string(threads_->count()) + " threads" + how_;
     if (refused) how_ += " (io_uring refused: " + name_of(refused) + ")";
     return threads_->count() ? 0 : EAGAIN;
 }
 
-bool Reader::changed() const {
+bool Reader::changed(unsigned file) const {
+    const Source& f = files_[file];
     FileState there, opened;
-    return !file_state(path_.c_str(), there) || !file_->state(opened) || !(there == state_) ||
-           !(opened == state_);
+    return !file_state(f.path.c_str(), there) || !f.file->state(opened) || !(there == f.opened) ||
+           !(opened == f.opened);
 }
 
 bool Reader::submit(const ReadRequest* requests, size_t n) {

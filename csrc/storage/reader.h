@@ -1,11 +1,12 @@
-// Asynchronous reads of one file by position, past the page cache where that is possible: by io_uring, or by
-// threads where the system has none. It knows offsets and bytes; what they mean, and whether they are right,
-// is its caller's.
+// Asynchronous reads of one file by position, or of several as one queue, past the page cache where that is
+// possible: by io_uring, or by threads where the system has none. It knows offsets and bytes; what they mean,
+// and whether they are right, is its caller's.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "system.h"
 
@@ -16,6 +17,10 @@ struct ReadRequest {
     uint32_t bytes;
     uint8_t* to;  // a registered buffer costs least, any other memory does
     uint64_t tag;
+    unsigned file = 0;
+    uint32_t least = 0;  // so many bytes will do: a file's end may be no multiple of the alignment; 0: all
+
+    uint32_t needed() const { return least ? least : bytes; }
 };
 
 struct ReadDone {
@@ -39,6 +44,8 @@ class Reader {
     // begin on.
     Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method = Method::AUTO,
            bool direct = true);
+    Reader(const std::vector<std::string>& paths, unsigned depth, size_t buffer_bytes,
+           Method method = Method::AUTO, bool direct = true);
     // Waits for reads in flight, which write into the caller's memory; not for those left behind, which write
     // into the buffers.
     ~Reader();
@@ -55,7 +62,9 @@ class Reader {
     // Whether this process was forked from the one that made the reader: no read of it ever ends here.
     bool forked() const { return forks_ != forks_so_far(); }
     // Whether another file has the path now, or this file another size or time than when it was opened.
-    bool changed() const;
+    bool changed(unsigned file = 0) const;
+    const FileState& state(unsigned file) const { return files_[file].opened; }  // when it was opened
+    unsigned failed_file() const { return failed_file_; }  // where there is an error: whose it is
 
     // Begin n reads, all or none. false: more than `depth` would be in flight, or this process was forked
     // from the one that made the reader. Never waits for the disk.
@@ -74,21 +83,25 @@ class Reader {
     size_t measure(const uint64_t* offsets, size_t n, uint32_t bytes, double seconds, int& error);
 
  private:
-    int open(const char* path, bool direct);
+    int open(bool direct);
     int begin(Method method);
 
-    const std::string path_;
+    struct Source {
+        std::string path;
+        std::unique_ptr<File> file;
+        FileState opened;
+    };
+    std::vector<Source> files_;
     const unsigned depth_;
     const size_t buffer_bytes_, buffer_stride_;
     const unsigned forks_;  // this process has been forked from, when the reader was made
-    std::unique_ptr<File> file_;
-    FileState state_{};
     size_t alignment_ = 1;
     Pages buffers_{};
     std::unique_ptr<Ring> ring_;  // one of these two
     std::unique_ptr<ReadThreads> threads_;
     std::string how_;
     int error_ = 0;
+    unsigned failed_file_ = 0;
 };
 
 }  // namespace tc

@@ -38,8 +38,9 @@ class RowCache {
     // Finds slots for ids [0, n), ascending: for all, or for as many of the first as there are slots for.
     // Returns how many; of those, writes slots, entries and, into wanted [0, *n_wanted), what must be read.
     // What was expected is not wanted again, though it may be on its way still.
+    // `uses`: what each counts, as Policy::use.
     size_t pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted,
-               size_t* n_wanted);
+               size_t* n_wanted, float uses = 1);
     void unpin(const int32_t* entries, size_t n);
     void used(int32_t id, float uses) {  // as Policy::use
         if (size_t(id) >= hot) policy_.use(size_t(id) - hot, uses);
@@ -220,7 +221,7 @@ int32_t RowCache<Policy>::place_for(int32_t neuron) {
 
 template <class Policy>
 size_t RowCache<Policy>::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted,
-                             size_t* n_wanted) {
+                             size_t* n_wanted, float uses) {
     size_t reads = 0, i = 0;
     for (; i < n; i++) {
         const size_t id = size_t(ids[i]);
@@ -229,7 +230,7 @@ size_t RowCache<Policy>::pin(const int32_t* ids, size_t n, int32_t* slots, int32
             continue;
         }
         const auto before = policy_.state(id - hot);
-        policy_.use(id - hot, 1);
+        policy_.use(id - hot, uses);
         int32_t at = where_[id - hot];
         const bool absent = at < 0;
         if (absent && (at = place_for(ids[i])) == kHot) {
@@ -270,7 +271,7 @@ void RowCache<Policy>::release(Entry& passing) {
 template <class Policy>
 size_t RowCache<Policy>::expect(const int32_t* ids, size_t n, Wanted* wanted) {
     size_t reads = 0;
-    for (size_t i = 0; i < n && pool_.idle.size() > kStreamSlots / 2; i++) {
+    for (size_t i = 0; i < n && pool_.idle.size() > pool_.passing.size() / 2; i++) {
         if (hold(ids[i])) continue;
         const size_t id = size_t(ids[i]);
         const auto before = policy_.state(id - hot);

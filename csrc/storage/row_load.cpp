@@ -60,6 +60,55 @@ struct OpenFile {
     }
 };
 
+uint8_t* place(const RowRun& run, uint8_t* arena, size_t row) {
+    const int64_t to = run.order ? run.order[row] : int64_t(row);
+    return to < 0 ? nullptr : arena + run.to + size_t(to) * run.stride;
+}
+
+size_t arrange(const RowRun& run, uint8_t* arena, size_t first, size_t n, const uint8_t* from) {
+    for (size_t r = first; r < first + n; r++, from += run.row_bytes()) {
+        uint8_t* const to = place(run, arena, r);
+        if (!to) continue;
+        if (run.form->row && !run.planar)
+            run.form->row(run.blocks, from, to);
+        else
+            memcpy(to, from, run.row_bytes());
+        if (run.form->row && !scales_are_finite(*run.form, run.blocks, to)) return r;
+    }
+    return first + n;
+}
+
+// The same of rows that come in groups, whose planar rows are made in `scratch`. Rows of a file that the
+// order scatters are taken in the order of their lanes: lines of a group are written once.
+size_t arrange_groups(const RowRun& run, uint8_t* arena, size_t first, size_t n, const uint8_t* from,
+                      uint8_t* scratch) {
+    const size_t bytes = run.row_bytes();
+    std::vector<std::pair<size_t, size_t>> places;  // (row of the tensor from the first group on, of these)
+    for (size_t i = 0; i < n; i++) {
+        const int64_t to = run.order ? run.order[first + i] : int64_t(first + i);
+        if (to >= 0) places.emplace_back(run.lane + size_t(to), i);
+    }
+    if (run.order) std::sort(places.begin(), places.end());
+    size_t bad = n;
+    std::vector<LaneOfGroup> lanes;
+    for (size_t i = 0; i < places.size(); i++) {
+        const auto [to, row] = places[i];
+        const uint8_t* planar = from + row * bytes;
+        if (!run.planar) {
+            uint8_t* const made = scratch + lanes.size() * bytes;
+            run.form->row(run.blocks, planar, made);
+            planar = made;
+        }
+        if (!scales_are_finite(*run.form, run.blocks, planar)) bad = std::min(bad, row);
+        lanes.push_back({planar, to % run.group});
+        if (i + 1 < places.size() && places[i + 1].first / run.group == to / run.group) continue;
+        interleave_rows(run.form->format, run.blocks * run.form->block, run.group, lanes.data(), lanes.size(),
+                        arena + run.to + (to / run.group * run.group - run.lane) * run.stride);
+        lanes.clear();
+    }
+    return first + bad;
+}
+
 struct Part {
     size_t run, first, rows;
 };
@@ -95,56 +144,6 @@ struct RowLoad {
         return {error, uint64_t(p.run) << kRowBits | row};
     }
 
-    uint8_t* place(const RowRun& run, size_t row) const {
-        const int64_t to = run.order ? run.order[row] : int64_t(row);
-        return to < 0 ? nullptr : arena + run.to + size_t(to) * run.stride;
-    }
-
-    // Put rows where they belong. Return the first with a scale that is no number, or the row behind the
-    // last.
-    size_t arrange(const RowRun& run, size_t first, size_t n, const uint8_t* from) const {
-        for (size_t r = first; r < first + n; r++, from += run.row_bytes()) {
-            uint8_t* const to = place(run, r);
-            if (!to) continue;
-            if (!run.form->row) {
-                memcpy(to, from, run.row_bytes());
-                continue;
-            }
-            run.form->row(run.blocks, from, to);
-            if (!scales_are_finite(*run.form, run.blocks, to)) return r;
-        }
-        return first + n;
-    }
-
-    // The same of rows that come in groups, whose planar rows are made in `scratch`. Rows of a file that the
-    // order scatters are taken in the order of their lanes: lines of a group are written once.
-    size_t arrange_groups(const RowRun& run, size_t first, size_t n, const uint8_t* from,
-                          uint8_t* scratch) const {
-        const size_t bytes = run.row_bytes();
-        std::vector<std::pair<size_t, size_t>>
-            places;  // (row of the tensor from the first group on, of these)
-        for (size_t i = 0; i < n; i++) {
-            const int64_t to = run.order ? run.order[first + i] : int64_t(first + i);
-            if (to >= 0) places.emplace_back(run.lane + size_t(to), i);
-        }
-        if (run.order) std::sort(places.begin(), places.end());
-        size_t bad = n;
-        std::vector<LaneOfGroup> lanes;
-        for (size_t i = 0; i < places.size(); i++) {
-            const auto [to, row] = places[i];
-            uint8_t* const planar = scratch + lanes.size() * bytes;
-            run.form->row(run.blocks, from + row * bytes, planar);
-            if (!scales_are_finite(*run.form, run.blocks, planar)) bad = std::min(bad, row);
-            lanes.push_back({planar, to % run.group});
-            if (i + 1 < places.size() && places[i + 1].first / run.group == to / run.group) continue;
-            interleave_rows(run.form->format, run.blocks * run.form->block, run.group, lanes.data(),
-                            lanes.size(),
-                            arena + run.to + (to / run.group * run.group - run.lane) * run.stride);
-            lanes.clear();
-        }
-        return first + bad;
-    }
-
     ChunkDone load(size_t i, uint8_t* buffer) const {
         const Part& part = parts[i];
         const RowRun& run = runs[part.run];
@@ -164,11 +163,10 @@ struct RowLoad {
             size_t got;
             int why;
             const uint8_t* from =
-                file.read(at, n * row_bytes, straight ? place(run, r) : buffer, cached, got, why);
+                file.read(at, n * row_bytes, straight ? place(run, arena, r) : buffer, cached, got, why);
             const size_t whole = got / row_bytes;
-            const size_t found = straight        ? r + whole
-                                 : run.group > 1 ? arrange_groups(run, r, whole, from, buffer + buffer_bytes)
-                                                 : arrange(run, r, whole, from);
+            const size_t found =
+                straight ? r + whole : put_rows(run, arena, r, whole, from, buffer + buffer_bytes);
             done.bytes += got;
             if (found < r + whole)
                 done.failure = at_row(part, found, 0);
@@ -188,6 +186,12 @@ struct RowLoad {
 };
 
 }  // namespace
+
+size_t put_rows(const RowRun& run, uint8_t* arena, size_t first, size_t n, const uint8_t* from,
+                uint8_t* scratch) {
+    return run.group > 1 ? arrange_groups(run, arena, first, n, from, scratch)
+                         : arrange(run, arena, first, n, from);
+}
 
 std::unique_ptr<Crew> begin_rows(Arena& arena, const std::vector<SourceFile>& files,
                                  const std::vector<RowRun>& runs) {

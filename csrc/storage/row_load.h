@@ -32,9 +32,16 @@ struct RowRun {
     size_t rows, to, stride;
     const int32_t* order;
     size_t group = 1, lane = 0;
+    bool planar = false;  // as in a pack: there is nothing to rearrange but groups
 
     size_t row_bytes() const { return blocks * form->block_bytes; }
 };
+
+// Puts rows [first, first + n) of a run, which are at `from`, where they belong; `arena` is byte 0 of `to`.
+// scratch: `group` rows, where there are groups. Returns the first with a scale that is no number, or the row
+// behind the last.
+size_t put_rows(const RowRun& run, uint8_t* arena, size_t first, size_t n, const uint8_t* from,
+                uint8_t* scratch);
 
 // A failure's `where` is run << kRowBits | row, and its error 0 for a scale that is not a finite number; or,
 // with kChanged, the file that is no longer as it was when its header was read.

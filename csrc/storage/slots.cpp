@@ -2,8 +2,8 @@
 
 namespace tc {
 
-SlotPool::SlotPool(uint8_t* data, size_t stride, size_t slots)
-    : data(data), stride(stride), slots(slots), lent(slots - kStreamSlots) {
+SlotPool::SlotPool(uint8_t* data, size_t stride, size_t slots, size_t n_passing)
+    : data(data), stride(stride), slots(slots), lent(slots - n_passing) {
     for (size_t i = lent; i < slots; i++) passing.push_back({int32_t(i), -1, false, false});
     for (size_t i = passing.size(); i-- > 0;) idle.push_back(int32_t(i));
 }

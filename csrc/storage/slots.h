@@ -6,18 +6,19 @@
 
 namespace tc {
 
-// Slots at the end of every pool that no layer owns. They are for the one call there is: records of few
-// tokens that are not worth keeping, all records of many tokens.
+// Slots at the end of a pool of neurons that no layer owns. They are for the one call there is: records of
+// few tokens that are not worth keeping, all records of many tokens. Pools of experts have as many as they
+// say.
 constexpr size_t kStreamSlots = 1024;
 // Offset and stride of a pool: a record begins at a cache line.
 constexpr size_t kSlotAlignment = 64;
 
 // `slots` slots of `stride` bytes each; slot i begins at data + i * stride. Slots below `lent` belong to the
-// caches that took them; the others are the running call's. One thread at a time.
+// caches that took them; the last `n_passing` are the running call's. One thread at a time.
 class SlotPool {
  public:
     // data may be null: then the pool only counts, as in a replay.
-    SlotPool(uint8_t* data, size_t stride, size_t slots);
+    SlotPool(uint8_t* data, size_t stride, size_t slots, size_t n_passing = kStreamSlots);
     uint8_t* at(int32_t slot) const { return data + size_t(slot) * stride; }
     int32_t take(size_t n);  // the first of n consecutive slots; -1: there are not so many
     int32_t take_one();

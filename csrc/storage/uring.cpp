@@ -74,11 +74,12 @@ void release(uint32_t* p, uint32_t value) { __atomic_store_n(p, value, __ATOMIC_
 }  // namespace
 
 // ---- begin and end
-Ring::Ring(const File& file, unsigned depth, uint8_t* fixed, size_t fixed_bytes, size_t alignment)
+Ring::Ring(const std::vector<const File*>& files, unsigned depth, uint8_t* fixed, size_t fixed_bytes,
+           size_t alignment)
     : fixed_(fixed), fixed_bytes_(fixed_bytes), alignment_(alignment), flights_(depth) {
     for (uint32_t i = 0; i < depth; i++) free_.push_back(depth - 1 - i);
     failed_.reserve(depth);
-    error_ = begin(file, depth);
+    error_ = begin(files, depth);
     if (!error_) error_ = answers();
 }
 
@@ -88,7 +89,7 @@ Ring::~Ring() {
     if (fd_ >= 0) close(fd_);
 }
 
-int Ring::begin(const File& file, unsigned entries) {
+int Ring::begin(const std::vector<const File*>& files, unsigned entries) {
     Parameters p = {};
     fd_ = int(syscall(kSetup, entries, &p));
     if (fd_ < 0) return errno;
@@ -108,8 +109,9 @@ int Ring::begin(const File& file, unsigned entries) {
     sq_mask_ = p.sq_entries - 1, cq_mask_ = p.cq_entries - 1;
     completions_ = at<Completion>(rings_, p.cq_entries_at);
     for (uint32_t i = 0; i < p.sq_entries; i++) at<uint32_t>(rings_, p.sq_array)[i] = i;
-    const int fd = file.descriptor();
-    if (syscall(kRegister, fd_, kRegisterFiles, &fd, 1)) return errno;
+    std::vector<int> descriptors;
+    for (const File* file : files) descriptors.push_back(file->descriptor());
+    if (syscall(kRegister, fd_, kRegisterFiles, descriptors.data(), descriptors.size())) return errno;
     const iovec memory = {fixed_, fixed_bytes_};
     if (syscall(kRegister, fd_, kRegisterBuffers, &memory, 1))
         not_registered_ = errno;  // RLIMIT_MEMLOCK, mostly
@@ -138,7 +140,7 @@ void Ring::push(uint32_t flight) {
     const Flight& f = flights_[flight];
     const uint32_t tail = *sq_tail_;
     Entry e = {};
-    e.file = 0;  // the one that is registered
+    e.file = int32_t(f.request.file);  // of those that are registered
     e.flags = uint8_t(kFixedFile | (f.blocking ? kAsync : 0));
     e.offset = f.request.offset + f.done;
     e.address = reinterpret_cast<uintptr_t>(f.request.to + f.done);
@@ -203,12 +205,12 @@ bool Ring::finished(uint32_t flight, int result, ReadDone& done) {
     int error = 0;
     if (result > 0) f.done += uint32_t(result);
     if (result == 0 || f.done % alignment_)
-        error = f.done < f.request.bytes ? -1 : 0;  // within a sector files end
+        error = f.done < f.request.needed() ? -1 : 0;  // within a sector files end
     else if (result == -EAGAIN && !f.blocking)
         f.blocking = true;
     else if (result < 0 && result != -EINTR && result != -ECANCELED)
         error = -result;
-    if (!error && f.done < f.request.bytes) return push(flight), false;
+    if (!error && f.done < f.request.needed()) return push(flight), false;
     done = {f.request.tag, error};
     free_.push_back(flight);
     return true;
@@ -259,7 +261,7 @@ void Ring::drain() {
 
 namespace tc {
 
-Ring::Ring(const File&, unsigned, uint8_t* fixed, size_t fixed_bytes, size_t alignment)
+Ring::Ring(const std::vector<const File*>&, unsigned, uint8_t* fixed, size_t fixed_bytes, size_t alignment)
     : error_(ENOSYS), fixed_(fixed), fixed_bytes_(fixed_bytes), alignment_(alignment) {}
 Ring::~Ring() {}
 bool Ring::submit(const ReadRequest*, size_t) { return false; }

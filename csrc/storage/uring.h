@@ -11,9 +11,9 @@ namespace tc {
 
 class Ring {
  public:
-    // Most reads go to the fixed_bytes of memory at `fixed`. Offsets in the file are multiples of
-    // `alignment`.
-    Ring(const File& file, unsigned depth, uint8_t* fixed, size_t fixed_bytes, size_t alignment);
+    // Most reads go to the fixed_bytes of memory at `fixed`. Offsets in a file are multiples of `alignment`.
+    Ring(const std::vector<const File*>& files, unsigned depth, uint8_t* fixed, size_t fixed_bytes,
+         size_t alignment);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
@@ -30,7 +30,7 @@ class Ring {
         uint32_t done;  // bytes, from the start
         bool blocking;  // runs in a thread of the kernel, because it has to wait
     };
-    int begin(const File& file, unsigned entries);
+    int begin(const std::vector<const File*>& files, unsigned entries);
     int answers();
     void push(uint32_t flight);
     bool finished(uint32_t flight, int result, ReadDone& done);

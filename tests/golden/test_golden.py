@@ -26,7 +26,8 @@ from thermocline.cli import main
 from thermocline.errors import OutOfBudget
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
-from thermocline.plan import disk_split, planner
+from thermocline.plan import planner
+from thermocline.plan.disk import disk_split
 from thermocline.server.http.limits import ServerLimits
 from thermocline.session import store
 

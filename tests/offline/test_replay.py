@@ -20,7 +20,7 @@ from thermocline.offline.cache_policies import POLICIES, next_uses
 from thermocline.offline.need_trace import Trace
 from thermocline.offline.replay import ReplayCounts, even_shares, replay, times
 from thermocline.plan import cost, planner
-from thermocline.plan.cache_split import Fetch, Share
+from thermocline.plan.disk.cache_split import Fetch, Share
 from thermocline.plan.hotness import Curve
 from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.subject import of_pack

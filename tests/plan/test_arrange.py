@@ -19,8 +19,8 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.pack import Pack
 from thermocline.plan import hotness
 from thermocline.plan.budget import without_gpu
-from thermocline.plan.cache_split import LEAST, NeuronRows, Share, fetch, split
-from thermocline.plan.disk_split import (
+from thermocline.plan.disk.cache_split import LEAST, NeuronRows, Share, fetch, split
+from thermocline.plan.disk.disk_split import (
     Arrangement,
     Contents,
     arrange,

@@ -32,11 +32,13 @@ from thermocline.ops.interface import opaque
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
-from thermocline.plan import disk_split, hotness
+from thermocline.plan import hotness
+from thermocline.plan.disk import disk_split
 from thermocline.plan.memory import GIB, others_of
 from thermocline.session import store, weights
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
+from thermocline.session.store import Store
 
 Run = Callable[..., Any]
 FFN = 8192  # neurons of a layer, with 4 MiB of bundles
@@ -317,7 +319,7 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
     low, *_, high = budgets(wide_pack)
     for part in (0.75, 0.85):
         engine = loaded(low + (high - low) * part)
-        assert engine.session.store is not None
+        assert isinstance(engine.session.store, Store)
         engine.sample(test)
         done = engine.session.store.counts()
         frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]

@@ -31,7 +31,7 @@ from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.llm import Stream
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, write_predictors
-from thermocline.plan import disk_split
+from thermocline.plan.disk import disk_split
 from thermocline.plan.memory import GIB
 from thermocline.session import store
 

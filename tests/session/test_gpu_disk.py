@@ -24,8 +24,9 @@ from thermocline.ops.interface import FFNStats, Weights
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
-from thermocline.plan import disk_split, hotness, problem
-from thermocline.plan.disk_split import Arrangement, Contents
+from thermocline.plan import hotness, problem
+from thermocline.plan.disk import disk_split
+from thermocline.plan.disk.disk_split import Arrangement, Contents
 from thermocline.plan.memory import GIB
 from thermocline.plan.placement import Placement
 from thermocline.session import gpu_weights

@@ -27,7 +27,7 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.pack.writer import PackExtras, write_pack
-from thermocline.plan.disk_split import looked_up
+from thermocline.plan.disk.disk_split import looked_up
 from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
 

@@ -21,10 +21,10 @@ from thermocline.machine import tiers
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
-from thermocline.plan import disk_split
 from thermocline.plan.contents import contents_of, pack_sizes
 from thermocline.plan.cost import Speeds
-from thermocline.plan.disk_split import Arrangement
+from thermocline.plan.disk import disk_split
+from thermocline.plan.disk.disk_split import Arrangement
 from thermocline.session import store, weights
 
 __all__ = ["small_buffers"]  # a fixture

@@ -36,14 +36,15 @@ from thermocline.ops.cpu import CpuOps, native_rule
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import hotness
-from thermocline.plan.cache_split import Fetch, Share
 from thermocline.plan.cost import IN_FLIGHT, LayerWork, Reads, Speeds, Work, step_us, stored_times
-from thermocline.plan.disk_split import Arrangement, Contents
+from thermocline.plan.disk.cache_split import Fetch, Share
+from thermocline.plan.disk.disk_split import Arrangement, Contents
+from thermocline.plan.disk.neuron_plan import stored_prediction
 from thermocline.plan.memory import GIB, others_of
-from thermocline.plan.place import stored_prediction
 from thermocline.plan.problem import Ask, Problem
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
+from thermocline.session.store import Store
 
 Run = Callable[..., Any]
 EXPERTS, FFN = 4, 4096
@@ -262,7 +263,7 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
     chosen = needs_of(trace, 0, 1).reshape(64, EXPERTS, FFN).any(axis=2)
     assert (chosen.sum(axis=1) == 2).all()
     engine = loaded(budgets(mixture)[2])
-    assert engine.session.store is not None
+    assert isinstance(engine.session.store, Store)
     done = engine.sample(test).figures.disk
     assert done is not None
     frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]

@@ -16,7 +16,7 @@ from thermocline.errors import UsageError
 from thermocline.machine import disk_speed, this_machine
 from thermocline.machine.tiers import Tiers, read_tiers, render
 from thermocline.plan import problem
-from thermocline.plan.disk_split import arrangement_of, beside
+from thermocline.plan.disk.disk_split import arrangement_of, beside
 from thermocline.plan.memory import GIB
 from thermocline.plan.placement import Placement
 from thermocline.session import gpu

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import stat
+import sys
 import threading
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from thermocline.errors import BadFile, IOFailure
 
 Json = dict[str, Any]
+FileState = tuple[int, int, int, int]  # device, inode, bytes, time of writing in ns
 _CONVERT = (
     'convert it once, where you trust it: python -c "import torch; from safetensors.torch import save_file; '
     "save_file({k: v.contiguous().clone() for k, v in torch.load('FILE', weights_only=True).items()}, "
@@ -119,6 +121,13 @@ class OpenFile:
     def read_bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Read raw bytes of the file."""
         return read_at(self._fd, start, size, self.path)
+
+
+def file_state(s: os.stat_result) -> FileState:
+    """Return the state of a file as native code compares it."""
+    if sys.platform == "win32":
+        return 0, 0, s.st_size, s.st_mtime_ns // 10**9 * 10**9
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
 
 def _require_regular(info: os.stat_result, path: Path) -> None:

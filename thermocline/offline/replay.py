@@ -12,8 +12,8 @@ import numpy as np
 
 from thermocline.offline.cache_policies import F64, POLICIES, Bool
 from thermocline.offline.need_trace import Trace
-from thermocline.plan.cache_split import Share
 from thermocline.plan.cost import TOKEN_US, head_columns, step_us
+from thermocline.plan.disk.cache_split import Share
 from thermocline.plan.problem import Problem
 
 

@@ -21,17 +21,18 @@ from thermocline.convert.from_gguf import files_of_metadata, gguf_hash
 from thermocline.convert.gguf_rows import GGUFSource, bad_scale, formats_of
 from thermocline.convert.tokenizers import has_tokenizer
 from thermocline.errors import ThermoclineError
+from thermocline.files.bounded import FileState, file_state
 from thermocline.files.gguf import GGUF
 from thermocline.files.small_files import HeldFiles
 from thermocline.model.gguf_families import read_model
 from thermocline.model.tensors import TensorInfo, expected_tensors, optional_among, place
 from thermocline.opening.row_runs import RowRun, placed_rows, why_packed
-from thermocline.opening.table_rows import FileState, TableRows, changed, state_of, unread
+from thermocline.opening.table_rows import TableRows, changed, unread
 from thermocline.pack.blocks import bytes_of
 
 if TYPE_CHECKING:
     from thermocline.model.spec import ModelSpec
-    from thermocline.pack.stored_model import Progress, Run
+    from thermocline.pack.stored_model import FileRows, Progress, Run
 
 U8 = NDArray[np.uint8]
 
@@ -91,8 +92,30 @@ class GGUFModel:
         runs = tuple(r for r in self.rows if r.of == name)
         return TableRows(self.tensors[name], runs, self.parts)
 
-    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
-        RowReading(self, arena, runs).finish(progress)
+    def read_runs(
+        self,
+        arena: _native.Arena,
+        runs: Sequence[Run],
+        progress: Progress | None = None,
+        grouped: Collection[str] = (),
+        group: int = 1,
+    ) -> frozenset[str]:
+        reading = RowReading(self, arena, runs, grouped, group)
+        reading.finish(progress)
+        return reading.grouped
+
+    @cached_property
+    def _rows_of(self) -> dict[str, list[RowRun]]:
+        found: dict[str, list[RowRun]] = {}
+        for r in self.rows:
+            found.setdefault(r.of, []).append(r)
+        return found
+
+    def file_rows(self, name: str, first: int, rows: int, to: int) -> list[FileRows]:
+        t = self.tensors[name]
+        begin = t.offset + first * t.stride
+        within = (r.within(begin, begin + rows * t.stride, to) for r in self._rows_of[name])
+        return [r.in_file() for r in within if r is not None]
 
 
 class RowReading:
@@ -108,7 +131,10 @@ class RowReading:
     ) -> None:
         self._model = model
         self.grouped = frozenset(grouped).difference(model.made)
-        self._rows = [found for r in model.rows for run in runs if (found := r.within(*run)) is not None]
+        # With what each is further on in the arena than in weights.bin.
+        placed = [(r.within(*run), run[2] - run[0]) for r in model.rows for run in runs]
+        moved = [(r, by) for r, by in placed if r is not None]
+        self._rows = [r for r, _ in moved]
         self._size = sum(r.nbytes for r in self._rows)
         for name, data in model.made.items():
             for run in runs:
@@ -117,16 +143,16 @@ class RowReading:
             arena,
             [(str(path), state) for path, state in model.parts],
             [
-                (r.format, r.columns, r.part, r.at, r.rows, r.to, r.stride, r.order, *self._lane(r, group))
-                for r in self._rows
+                (r.format, r.columns, r.part, r.at, r.rows, r.to, r.stride, r.order, *lane)
+                for r, lane in ((r, self._lane(r, by, group)) for r, by in moved)
             ],
         )
 
-    def _lane(self, r: RowRun, group: int) -> tuple[int, int]:
+    def _lane(self, r: RowRun, by: int, group: int) -> tuple[int, int]:
         """Return (rows of a group, those of the first row's that come before it)."""
         if r.of not in self.grouped:
             return 1, 0
-        return group, (r.to - self._model.tensors[r.of].offset) // r.stride % group
+        return group, (r.to - by - self._model.tensors[r.of].offset) // r.stride % group
 
     def finish(self, progress: Progress | None = None) -> None:
         error, where = self._loading.wait(bytes_of(progress, self._size))
@@ -173,7 +199,7 @@ def open_gguf(path: Path, activation: str | None = None) -> GGUFModel | str:
             weight_format=weight_format,
             tensors=tensors,
             weights_bytes=weights_bytes,
-            parts=tuple((part.path, state_of(part.opened_as)) for part in gguf.parts),
+            parts=tuple((part.path, file_state(part.opened_as)) for part in gguf.parts),
             rows=tuple(rows),
             made=made,
             metadata=gguf.metadata,

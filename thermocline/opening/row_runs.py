@@ -18,6 +18,7 @@ from thermocline.files.gguf_header import Tensor
 from thermocline.model import formats
 from thermocline.model.tensor_map import SourceSlice
 from thermocline.model.tensors import TensorInfo, TensorSpec
+from thermocline.pack.stored_model import FileRows
 from thermocline.pack.writer import encoded_rows
 
 U8 = NDArray[np.uint8]
@@ -48,6 +49,12 @@ class RowRun:
     def nbytes(self) -> int:
         """The bytes that are read: a row has as many there as in weights.bin."""
         return self.rows * self.stride
+
+    def in_file(self) -> FileRows:
+        return FileRows(
+            self.tensor, self.format, self.columns, self.part, self.at, self.rows, self.to, self.stride,
+            self.order, planar=False
+        )  # fmt: skip
 
     def within(self, begin: int, end: int, to: int) -> RowRun | None:
         """Return the rows that lie in [begin, end) of weights.bin, as if that began at byte `to`."""

@@ -5,8 +5,6 @@ Owns the open files. Through the page cache: there is no whole block to check, a
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,19 +14,11 @@ from numpy.typing import NDArray
 from thermocline import _native
 from thermocline.convert.gguf_rows import bad_scale
 from thermocline.errors import BadFile, IOFailure
-from thermocline.files.bounded import OpenFile, quoted
+from thermocline.files.bounded import FileState, OpenFile, file_state, quoted
 from thermocline.model.tensors import TensorInfo
 from thermocline.opening.row_runs import RowRun
 
 U8 = NDArray[np.uint8]
-FileState = tuple[int, int, int, int]  # device, inode, bytes, time of writing in ns
-
-
-def state_of(s: os.stat_result) -> FileState:
-    """Return the state of a file as native code compares it."""
-    if sys.platform == "win32":
-        return 0, 0, s.st_size, s.st_mtime_ns // 10**9 * 10**9
-    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
 
 def changed(path: Path) -> BadFile:
@@ -72,5 +62,5 @@ class TableRows:
 
     def _check(self, part: int) -> None:
         path, expected = self._parts[part]
-        if state_of(self._files[part].stat()) != expected:
+        if file_state(self._files[part].stat()) != expected:
             raise changed(path)

@@ -174,6 +174,7 @@ class CpuOps:
             router_norm=_norm(spec, layer.router_norm),
             expert_scale=layer.expert_scale,
             experts_norm=_norm(spec, layer.experts_post_norm),
+            disk=layer.experts_on_disk,
         )
 
     def bind_part(self, spec: ModelSpec, f: FFN) -> _native.FFN:
@@ -291,12 +292,15 @@ class CpuOps:
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
     """Return the error of a record that could not be read, or is not what was packed."""
     error, name, neuron, changed = e.args
-    where, since = (
-        f"{name}: neuron {neuron}",
-        "the file has changed since it was opened: load the model again",
-    )
+    where = name if neuron < 0 else f"{name}: neuron {neuron}"
+    since = "the file has changed since it was opened: load the model again"
+    if error == _native.CHANGED:
+        return IOFailure(f"{where}: {since}")
+    if error == _native.NOT_FINITE:
+        return BadFile(f"{where}: a scale is not a finite number; the file is damaged: fetch it again")
     if error == 0:
-        why = since if changed else "the file is damaged: pack it again"
+        damaged = "pack it again" if neuron >= 0 else "it was read as something else before"
+        why = since if changed else f"the file is damaged: {damaged}"
         return BadFile(f"{where}: checksum mismatch; {why}")
     if error < 0:
         return IOFailure(f"{where}: the file ends early" + (f"; {since}" if changed else ""))

@@ -226,6 +226,8 @@ class Layer:
     expert_scale: F32 | None = None  # [n_experts]
     scale: float = 1.0  # of the stream behind the layer
     per_layer: PerLayer | None = None
+    # Where the experts come from disk: their matrices say where they lie in slot 0 of its pool.
+    experts_on_disk: _native.DiskExperts | None = None
     router_copies: Mapping[str, WeightMatrix] = field(default_factory=dict)  # on GPUs, by device
 
 
@@ -371,7 +373,7 @@ SUMS = tuple(f.name for f in fields(FFNStats) if f.name != "layers")
 
 
 class DiskCounts(NamedTuple):
-    """Reads from disk for neurons that are not all in memory."""
+    """Reads from disk for neurons or experts that are not all in memory."""
 
     needed: int = 0  # records that tokens asked for
     missed: int = 0  # of those, read from disk

@@ -19,7 +19,7 @@ from thermocline.errors import BadFile, IOFailure
 from thermocline.model.tensors import TensorInfo
 from thermocline.pack import sidecar
 from thermocline.pack.blocks import new_arena
-from thermocline.pack.pack import Pack
+from thermocline.pack.pack import Pack, verify
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ U32 = NDArray[np.uint32]
 Progress = Callable[[int, int], None]
 
 FILE, KIND = "records.safetensors", "records"
+VERIFIED, VERIFIED_KIND = "verified.safetensors", "verified"
 WINDOW_BYTES = (
     64 << 20
 )  # of weights.bin in memory at a time; with smaller windows the disk would idle between
@@ -56,6 +57,29 @@ def open_checksums(pack: Pack, progress: Progress | None = None) -> NeuronChecks
         except IOFailure as e:
             log.warning(f"{e}; the checksums of its neurons are made again next time")
     return found
+
+
+def verify_once(pack: Pack, progress: Progress | None = None) -> None:
+    """Check every block of weights.bin, unless that was done since it was written. Raises BadFile, IOFailure.
+
+    For records that are no blocks and have no checksums of their own: experts.
+    """
+    again, path = "thermocline verify", pack.path / VERIFIED
+    facts = {"bytes": pack.state[2], "written": pack.state[3]}
+    try:
+        found = sidecar.Sidecar.open(path, VERIFIED_KIND, sidecar.stamp(pack.path), again)
+    except BadFile:
+        found = None
+    if found is not None:
+        found.close()
+        if {key: found.facts.get(key) for key in facts} == facts:
+            return
+    if problems := verify(pack, progress):
+        raise BadFile(f"{problems[0]}; pack the model again")
+    try:
+        sidecar.replace(path, VERIFIED_KIND, sidecar.stamp(pack.path), facts, {}, [])
+    except IOFailure as e:
+        log.warning(f"{e}; the pack is verified again next time")
 
 
 def _names(pack: Pack) -> list[str]:

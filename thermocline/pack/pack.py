@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.errors import BadFile
-from thermocline.files.bounded import Json, open_regular, read_at, read_small
+from thermocline.files.bounded import FileState, Json, OpenFile, file_state, open_regular, read_at, read_small
 from thermocline.files.small_files import FilesOfDirectory
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo, TensorSpec
 from thermocline.pack import blocks, sidecar
 from thermocline.pack.manifest import Manifest, Predictor, parse_manifest, version_of
+from thermocline.pack.stored_model import FileRows, Run, StoredModel, tensor_specs
 from thermocline.pack.stored_model import Progress as Progress
-from thermocline.pack.stored_model import Run, StoredModel, tensor_specs
 
 U32 = NDArray[np.uint32]
 
@@ -59,6 +59,7 @@ class Pack:
     source: dict[str, str]
     files: dict[str, int]
     predictor: Predictor | None = None
+    state: FileState = (0, 0, 0, 0)  # of weights.bin, when it was opened
 
     @property
     def weights_path(self) -> Path:
@@ -94,8 +95,25 @@ class Pack:
     def rows_of(self, name: str) -> blocks.BlockRows:
         return blocks.BlockRows(self, name)
 
-    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
+    def read_runs(
+        self,
+        arena: _native.Arena,
+        runs: Sequence[Run],
+        progress: Progress | None = None,
+        grouped: Collection[str] = (),
+        group: int = 1,
+    ) -> frozenset[str]:
         blocks.read_runs(self, arena, runs, progress)
+        return blocks.BlockReading.grouped
+
+    @property
+    def parts(self) -> tuple[tuple[Path, FileState]]:
+        return ((self.weights_path, self.state),)
+
+    def file_rows(self, name: str, first: int, rows: int, to: int) -> list[FileRows]:
+        t = self.tensors[name]
+        at = t.offset + first * t.stride
+        return [FileRows(name, t.format, t.shape[-1], 0, at, rows, to, t.stride)]
 
     def tensor_specs(self, *, absent: bool = False) -> dict[str, TensorSpec]:
         """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
@@ -106,8 +124,8 @@ class Pack:
         """Open and check a pack. Raises BadFile, IOFailure or Unsupported, naming the file and field."""
         path = Path(directory)
         m = parse_manifest(read_small(path / "pack.json", MAX_MANIFEST_BYTES), str(path / "pack.json"))
-        fd, size = open_regular(path / "weights.bin")
-        os.close(fd)
+        with OpenFile(path / "weights.bin") as weights:
+            size, state = weights.size, file_state(weights.stat())
         if size != m.weights_bytes:
             raise BadFile(
                 f"{path / 'weights.bin'}: has {size} bytes, pack.json says {m.weights_bytes}: truncated? "
@@ -127,6 +145,7 @@ class Pack:
             source=m.source,
             files=m.files,
             predictor=m.predictor,
+            state=state,
         )
 
 

@@ -7,12 +7,14 @@ that planner, budget and kernels see no difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.files.bounded import FileState
 from thermocline.files.small_files import SmallFiles
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
@@ -24,6 +26,26 @@ if TYPE_CHECKING:
 U8 = NDArray[np.uint8]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Run = tuple[int, int, int]  # of weights.bin: from byte, to byte, where in the arena
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Consecutive rows of a tensor as a file has them. Row r goes to byte to + stride * order[r].
+
+    `order` None: r; an order of -1: nowhere. `part`: which of the model's files; `at`: the first byte there.
+    `planar`: as in memory, else in GGUF's order.
+    """
+
+    tensor: str
+    format: str
+    columns: int
+    part: int
+    at: int
+    rows: int
+    to: int
+    stride: int
+    order: NDArray[np.int32] | None = None
+    planar: bool = True
 
 
 class Reading(Protocol):
@@ -99,8 +121,25 @@ class StoredModel(Protocol):
     def rows_of(self, name: str) -> RowSource:
         """Open a tensor that stays in its file. Raises IOFailure, or BadFile for a file that has changed."""
 
-    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
-        """Read runs that begin and end between rows. Raises as `Reading.finish` does."""
+    def read_runs(
+        self,
+        arena: _native.Arena,
+        runs: Sequence[Run],
+        progress: Progress | None = None,
+        grouped: Collection[str] = (),
+        group: int = 1,
+    ) -> frozenset[str]:
+        """Read runs that begin and end between rows. Raises as `Reading.finish` does.
+
+        Return which of the tensors `grouped`, of which runs have all rows or none, came in groups of `group`.
+        """
+
+    @property
+    def parts(self) -> Sequence[tuple[Path, FileState]]:
+        """The files that hold the weights, and what they were when their headers were read."""
+
+    def file_rows(self, name: str, first: int, rows: int, to: int) -> list[FileRows]:
+        """Return where rows [first, first + rows) of a matrix are; the first of them goes to byte `to`."""
 
 
 def tensor_specs(model: StoredModel, *, absent: bool = False) -> dict[str, TensorSpec]:

@@ -1,4 +1,4 @@
-"""Without a GPU: all of a model in RAM, or as many of its neurons as a budget has room for.
+"""Without a GPU: all of a model in RAM, or as many of its neurons or experts as a budget has room for.
 
 Here is nothing that a planner needs, since every session comes by.
 """
@@ -19,7 +19,8 @@ from thermocline.ops.interface import CPU
 from thermocline.pack.predictor import Predictors
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.contents import contents_of, pack_sizes, tables_of
-from thermocline.plan.disk_split import (
+from thermocline.plan.disk import expert_split
+from thermocline.plan.disk.disk_split import (
     Arrangement,
     Contents,
     arrange,
@@ -28,10 +29,10 @@ from thermocline.plan.disk_split import (
     in_part,
     least_bytes,
 )
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed, split_of
 from thermocline.plan.memory import Needs as Needs
-from thermocline.plan.memory import context_for, contexts_for, fit, others_of
+from thermocline.plan.memory import context_for, contexts_for, fit, others_of, reads_from_disk
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
-from thermocline.plan.problem import reads_from_disk
 
 if TYPE_CHECKING:
     from thermocline.plan.planner import Plan
@@ -44,6 +45,7 @@ class Decision:
     placement: Placement
     contents: Contents | None = None  # of RAM, where the disk has neurons
     plan: Plan | None = None  # with what is predicted, where there is a GPU
+    mixture: Mixture | None = None  # where the disk has experts
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -52,13 +54,18 @@ class Decision:
             return None
         return arrangement_of(beside(self.contents, self.placement), self.placement)
 
+    @cached_property
+    def experts(self) -> ExpertSplit | None:
+        """The slots that the placement gives to experts; None where none are on disk."""
+        return None if self.mixture is None else split_of(self.mixture, self.placement)
+
 
 def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:
-    """All weights in memory if they fit in the budget, else as `arrange` has it; OutOfBudget.
+    """All weights in memory if they fit in the budget, else as `arrange` or `divide` has it; OutOfBudget.
 
     A default context is shorter where weights do not fit beside it.
     """
-    spec, choices = pack.spec, tables_of(pack)
+    spec, choices, left = pack.spec, tables_of(pack), reads_from_disk(pack.spec)
     contexts = contexts_for(spec, needs.context, needs.budget, needs.types)
     for context, tables in itertools.product(contexts, choices):
         sizes = pack_sizes(pack, predictors, tables)
@@ -67,12 +74,19 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
             return Decision(in_ram(spec, sizes, needs, context, needs.kv_tokens or found))
         except OutOfBudget as e:
             refused = e
-            if needs.budget is None or (tables == choices[-1] and not reads_from_disk(spec)):
+            if needs.budget is None or (tables == choices[-1] and left is None):
                 raise
     assert needs.budget is not None, "without a limit everything fits"
-    contents, kv_tokens = contents_of(pack, predictors, needs.sparsity), needs.kv_tokens or context
-    others = _others(spec, needs, context, kv_tokens)
-    if least_bytes(contents, others) >= sizes.weights_bytes + sum(others.values()):
+    kv_tokens = needs.kv_tokens or context
+    others, whole = _others(spec, needs, context, kv_tokens), sizes.weights_bytes
+    if left == "experts":
+        mixture = Mixture(spec, pack.tensors)
+        if expert_split.least_bytes(mixture, others) >= whole + sum(others.values()):
+            raise refused
+        split = divide(mixture, needs.budget, others, limit=needs.limit)
+        return Decision(placed(split, context, kv_tokens), mixture=mixture)
+    contents = contents_of(pack, predictors, needs.sparsity)
+    if least_bytes(contents, others) >= whole + sum(others.values()):
         raise refused  # a small model: what reads from disk takes more than its neurons
     a = arrange(contents, needs.budget, others, limit=needs.limit)
     return Decision(in_part(a, context, kv_tokens), contents)

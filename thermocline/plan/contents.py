@@ -12,9 +12,9 @@ from thermocline.pack import blocks
 from thermocline.pack.predictor import Predictors, named_for_active
 from thermocline.pack.stored_model import StoredModel, tensor_specs
 from thermocline.plan import hotness
-from thermocline.plan.disk_split import Contents, looked_up
+from thermocline.plan.disk.disk_split import Contents, looked_up
 from thermocline.plan.hotness import Curve
-from thermocline.plan.problem import reads_from_disk
+from thermocline.plan.memory import reads_from_disk
 
 
 def left_out(spec: ModelSpec, specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:

@@ -22,7 +22,7 @@ from thermocline.machine.tiers import DiskTier, Kernel, Tiers
 from thermocline.model.sizes import FormatRead, LayerSizes, ModelSizes, PartSize, joined
 from thermocline.model.sizes import Reads as FormatReads
 from thermocline.ops.interface import FEW
-from thermocline.plan.cache_split import Fetch
+from thermocline.plan.disk.cache_split import Fetch
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]

@@ -39,6 +39,14 @@ class Needs:
     types: CacheTypes = PLAIN  # of keys and values
 
 
+def reads_from_disk(spec: ModelSpec) -> str | None:
+    """Return what of a model can be left on disk: "neurons", whole "experts", or nothing."""
+    if spec.sparse:
+        alike = not spec.shared_dim and spec.recurrent is None and not spec.no_ffn
+        return "neurons" if alike else None
+    return "experts" if spec.n_experts > 1 else None
+
+
 def context_for(spec: ModelSpec, asked: int | None) -> int:
     if asked is not None and asked > spec.max_context:
         raise UsageError(
@@ -55,7 +63,7 @@ def contexts_for(
     The shorter one leaves most of the memory to the weights.
     """
     context = context_for(spec, asked)
-    if asked is not None or budget is None or not spec.sparse:
+    if asked is not None or budget is None or reads_from_disk(spec) is None:
         return [context]
     shorter = context
 

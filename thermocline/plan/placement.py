@@ -35,6 +35,7 @@ class NeuronRange:
     # Up and down rows in memory at a time, of each expert, where the others are on disk; None: all of them.
     slots: tuple[int, ...] | None = None
     gate_slots: tuple[int, ...] | None = None  # likewise of gate rows
+    experts: int | None = None  # whole ones in memory at a time, where the others are on disk; None: all
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class Placement:
 
     @property
     def from_disk(self) -> bool:
-        """Whether rows of neurons are read from disk when a token needs them."""
-        return any(r.slots is not None for x in self.layers for r in x.ranges)
+        """Whether neurons or experts are read from disk when a token needs them."""
+        ranges = [r for x in self.layers for r in x.ranges]
+        return any(r.slots is not None or r.experts is not None for r in ranges)
 
     @property
     def devices(self) -> tuple[str, ...]:

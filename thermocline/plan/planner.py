@@ -21,9 +21,9 @@ from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
-from thermocline.plan.memory import GIB, gib_up, size_down, size_up
+from thermocline.plan.memory import GIB, gib_up, reads_from_disk, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
-from thermocline.plan.problem import Ask, Problem, reads_from_disk, without_gpu_ops
+from thermocline.plan.problem import Ask, Problem, without_gpu_ops
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
 CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
@@ -42,6 +42,7 @@ class LayerPlan:
     ram: int
     disk: int  # bundles; gate rows of these stay in RAM
     disk_gates: int  # of neurons whose gate rows are on disk too
+    expert: int = 0  # neurons of an expert, where whole ones are on disk
 
 
 @dataclass(frozen=True)
@@ -355,9 +356,11 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
-    if x.disk and not reads_from_disk(p.spec):
+    if x.disk and (left := reads_from_disk(p.spec)) is None:
         why = "some layers have a state or no neurons" if p.spec.sparse else "its neurons cannot be skipped"
         yield f"predicted only: {why}, so this version leaves none on disk"
+    elif x.disk and left == "experts" and p.vram:
+        yield "predicted only: beside a GPU this version leaves no experts on disk"
     if p.tiers.disk is None:
         yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:

@@ -156,11 +156,6 @@ def without_gpu_ops(spec: ModelSpec) -> str | None:
     return None
 
 
-def reads_from_disk(spec: ModelSpec) -> bool:
-    """Return whether a model's neurons can be left on disk."""
-    return spec.sparse and not spec.shared_dim and spec.recurrent is None and not spec.no_ffn
-
-
 def divides(spec: ModelSpec, layer: int) -> str:
     """How many neurons of a layer can be on a GPU (`LayerWork.on_gpu`).
 

@@ -18,7 +18,7 @@ from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import open_predictors
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.contents import contents_of, left_out, pack_sizes, shape_sizes, tables_of
-from thermocline.plan.disk_split import Contents
+from thermocline.plan.disk.disk_split import Contents
 from thermocline.plan.hotness import Curve, Hotness
 
 # Of each layer's predictor: bytes that all neurons share, and bytes of the rows that neurons have.

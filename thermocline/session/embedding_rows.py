@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from thermocline import _native
@@ -10,6 +10,7 @@ from thermocline.model import quant
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.pack.blocks import new_arena
+from thermocline.plan.disk.disk_split import looked_up
 
 if TYPE_CHECKING:
     from thermocline.pack.stored_model import RowSource, StoredModel
@@ -48,3 +49,11 @@ def opened(model: StoredModel, tables: Sequence[str]) -> dict[str, Lookup]:
         arena = new_arena(aligned(t.stride), f"a row of {name}")
         found[name] = Lookup(model.rows_of(name), t, arena, 0)
     return found
+
+
+def in_arena(model: StoredModel, placed: Mapping[str, TensorInfo], arena: _native.Arena) -> dict[str, Lookup]:
+    """Open all tables that can stay on disk. `placed`: a row of each in the arena."""
+    return {
+        name: Lookup(model.rows_of(name), model.tensors[name], arena, placed[name].offset)
+        for name in looked_up(model.spec, model.tensors)
+    }

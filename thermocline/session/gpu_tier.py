@@ -14,8 +14,8 @@ from thermocline.plan import place
 from thermocline.plan.budget import Decision
 from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
-from thermocline.plan.memory import GIB, Needs, context_for
-from thermocline.plan.problem import Ask, reads_from_disk, without_gpu_ops
+from thermocline.plan.memory import GIB, Needs, context_for, reads_from_disk
+from thermocline.plan.problem import Ask, without_gpu_ops
 from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
@@ -93,8 +93,10 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
     here = gpu.tiers_of(found[0], subject.sizes.formats, needs.threads)
     try:
         return planned_of(found, subject, here, needs)
-    except OutOfBudget:
+    except OutOfBudget as e:
         stored = reads_from_disk(pack.spec)
+        if stored == "experts":
+            raise OutOfBudget(f"{e}; or --gpu off, which leaves experts on disk") from None
         measured = this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if stored else None
         if measured is None:
             raise

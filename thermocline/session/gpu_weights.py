@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
     from thermocline.pack.stored_model import Progress, StoredModel
-    from thermocline.plan.disk_split import Arrangement
+    from thermocline.plan.disk.disk_split import Arrangement
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
 N = TypeVar("N", bound=np.generic)

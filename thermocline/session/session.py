@@ -11,22 +11,23 @@ from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.pack import blocks
-from thermocline.pack.checksums import open_checksums
+from thermocline.pack.checksums import open_checksums, verify_once
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import Decision, Needs, all_in_ram, without_gpu
 from thermocline.session import store, weights
-from thermocline.session.store import Opened, Store
+from thermocline.session.store import Opened
 from thermocline.session.weights import BegunLoad
 
 if TYPE_CHECKING:
     from thermocline.ops.interface import OpaqueOps
     from thermocline.pack.stored_model import StoredModel
-    from thermocline.plan.disk_split import Arrangement
+    from thermocline.plan.disk.disk_split import Arrangement
     from thermocline.plan.placement import Placement
     from thermocline.plan.planner import Plan
     from thermocline.session.gpu_tier import Gpus
     from thermocline.session.options import EngineOptions
+    from thermocline.session.store import OnDisk
     from thermocline.session.weights import LoadedWeights
     from thermocline.text.tokenizer import Tokenizer
 
@@ -100,6 +101,11 @@ class Session:
         return self.decision.arrangement
 
     @property
+    def from_disk(self) -> bool:
+        """Whether neurons or experts are read from disk when a token needs them."""
+        return self.placement.from_disk
+
+    @property
     def context(self) -> int:
         """Tokens of one request."""
         return self.options.context or self.placement.context
@@ -121,8 +127,8 @@ class Session:
         return self._open().loaded
 
     @property
-    def store(self) -> Store | None:
-        """Neurons that come from disk; None before the weights are read, and where all are in memory."""
+    def store(self) -> OnDisk | None:
+        """Return what comes from disk; None before the weights are read, and where all is in memory."""
         return None if self._opened is None else self._opened.store
 
     def begin(self) -> None:
@@ -130,7 +136,7 @@ class Session:
 
         Raises OutOfBudget.
         """
-        if self._opened is None and self._begun is None and self.arrangement is None and self._gpus is None:
+        if self._opened is None and self._begun is None and self._gpus is None and not self.from_disk:
             self._begun = self._begin()
 
     def _begin(self) -> BegunLoad:
@@ -181,13 +187,16 @@ class Session:
         return self._opened
 
     def _read(self) -> Opened:
-        """All weights in RAM, or some neurons on disk, or a part on GPUs."""
+        """All weights in RAM, or some neurons or experts on disk, or a part on GPUs."""
         loading, a = partial(self._progress, "loading"), self.arrangement
         predictors, threads = self._predictors, self.threads
         records = None
+        checking = partial(self._progress, "checksumming")
         if a is not None:
             assert isinstance(self.pack, Pack), "neurons on disk are records of a pack"
-            records = open_checksums(self.pack, partial(self._progress, "checksumming"))
+            records = open_checksums(self.pack, checking)
+        elif self.from_disk and isinstance(self.pack, Pack):
+            verify_once(self.pack, checking)
         if self._gpus is not None:
             from thermocline.session import gpu_loading
 
@@ -195,24 +204,30 @@ class Session:
                 self.pack, self.decision, self._gpus, predictors, records,
                 threads=threads, max_batch=self.options.max_batch, progress=loading
             )  # fmt: skip
+        disable = self.options.disable
+        if (split := self.decision.experts) is not None:
+            there, experts = store.load_experts(
+                self.pack, split, threads=threads, disable=disable, progress=loading
+            )
+            return Opened(there.opaque(), experts)
         if a is None or records is None or not isinstance(self.pack, Pack):
             begun, self._begun = self._begun or self._begin(), None
             return Opened(begun.finish(predictors, loading).opaque())
-        disable = self.options.disable
         made, on_disk = store.load(
             self.pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading
         )
         return Opened(made.opaque(), on_disk)
 
     def _report(self, opened: Opened) -> None:
-        a = self.arrangement
-        if a is None or opened.store is None:
+        a, split = self.arrangement, self.decision.experts
+        if opened.store is None:
             return
+        what, share = ("neurons", a.share) if a is not None else ("experts", split.share if split else 0.0)
         log.warning(
-            f"{self.pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
+            f"{self.pack.path} is larger than its memory: there is room for {share:.0%} of its {what}, "
             f"the others come from disk when they are needed ({opened.store.how})"
         )
-        if not a.contents.hotness.ordered:
+        if a is not None and not a.contents.hotness.ordered:
             log.warning(
                 "they are in no order of hotness: "
                 f"`thermocline profile {self.pack.path}` makes this much faster"
@@ -300,4 +315,6 @@ def _chosen(
             f"--disable {','.join(options.disable)}: all weights are in memory, so there is nothing to do "
             "without; give less memory (--ram)"
         )
+    if "bundle" in options.disable and decision.mixture is not None:
+        raise UsageError("--disable bundle: experts on disk have none; leave it out")
     return decision, None

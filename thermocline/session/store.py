@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,15 +19,14 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import CPU, FFN, DiskCounts, Layer, NeuronCache, Weights
 from thermocline.pack import blocks
-from thermocline.plan.disk_split import (
+from thermocline.plan.disk.disk_split import (
     DEPTH,
     Arrangement,
     buffer_bytes,
     looked_up,
     resident,
 )
-from thermocline.session import weights
-from thermocline.session.embedding_rows import Lookup
+from thermocline.session import embedding_rows, expert_store, weights
 from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
-    from thermocline.pack.stored_model import Progress
+    from thermocline.pack.stored_model import Progress, StoredModel
+    from thermocline.plan.disk.expert_split import ExpertSplit
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,26 @@ class Store:
         """Since the weights were loaded."""
         stats = [r.stats() for r in self.rows]
         return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
+
+
+class OnDisk(Protocol):
+    """What takes turns in memory: a `Store`'s neurons, or experts."""
+
+    @property
+    def how(self) -> str: ...
+    def counts(self) -> DiskCounts: ...
+
+
+def load_experts(
+    model: StoredModel,
+    s: ExpertSplit,
+    *,
+    threads: int,
+    disable: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> tuple[LoadedWeights[CpuOps], OnDisk]:
+    """Do as `load`, with whole experts in place of neurons."""
+    return expert_store.load(model, s, threads=threads, switches=switches_of(disable), progress=progress)
 
 
 # ---- places in the arena
@@ -121,7 +141,7 @@ class Opened:
     """A session's weights, as there was room for them."""
 
     loaded: LoadedWeights[OpaqueOps]
-    store: Store | None = None  # where neurons come from disk
+    store: OnDisk | None = None  # where neurons or experts come from disk
     storage: Storage = in_ram  # of keys and values
     states: StateStorage = states_in_ram
 
@@ -158,15 +178,12 @@ def opened(
     m = mapped(pack, a)
     arena = blocks.new_arena(m.bytes, str(pack.path))
     pack.read_runs(arena, m.runs, progress)
-    tables = {
-        name: Lookup(pack.rows_of(name), pack.tensors[name], arena, m.tensors[name].offset)
-        for name in looked_up(pack.spec, pack.tensors)
-    }
+    tables = embedding_rows.in_arena(pack, m.tensors, arena)
     in_memory = weights.PackInMemory(pack.spec, m.tensors, arena, ops, on_gpus or {}, tables=tables)
     made = weights.assemble(in_memory, str(pack.path))
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
-    rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
+    rows = _rows(pack, a, records, m, arena, reader, switches_of(disable))
     try:
         for r in filter(None, rows):
             r.load()
@@ -217,7 +234,7 @@ def _rows(
     return made
 
 
-def _switches(disable: Sequence[str]) -> int:
+def switches_of(disable: Sequence[str]) -> int:
     """`options.SWITCHES` as the core takes them."""
     bits = {"bundle": _native.NO_BUNDLE, "cache": _native.NO_CACHE, "pipeline": _native.NO_PIPELINE}
     return sum(bits[name] for name in set(disable))

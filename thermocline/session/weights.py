@@ -97,7 +97,7 @@ class BegunLoad:
     def of(model: StoredModel, ops: CpuOps, tables: Sequence[str] = ()) -> BegunLoad:
         """Begin to read a model, but `tables`, which stay on disk. Raises OutOfBudget, IOFailure, BadFile."""
         arena = new_arena(model.weights_bytes, str(model.path))  # what the offsets were checked against
-        grouped = frozenset(_faster_in_groups(PackInMemory(model.spec, model.tensors, arena, ops)))
+        grouped = frozenset(faster_in_groups(PackInMemory(model.spec, model.tensors, arena, ops)))
         reading = model.begin_load(arena, grouped, ops.native.group, tables)
         return BegunLoad(model, arena, ops, grouped, reading, embedding_rows.opened(model, tables))
 
@@ -141,7 +141,7 @@ def load(
     return BegunLoad.of(model, new_ops(threads, isa), tables).finish(predictors, progress)
 
 
-def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
+def faster_in_groups(made: PackInMemory) -> Iterator[str]:
     """Yield the tensors that are multiplied as a whole, by a CPU that is faster then with rows in groups.
 
     No row of them is asked for but a tied embedding's. q, k and v are one product: all of them or none.

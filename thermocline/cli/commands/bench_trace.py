@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from thermocline.offline.need_trace import Trace
     from thermocline.offline.replay import ReplayCounts
     from thermocline.pack.pack import Pack
-    from thermocline.plan.cache_split import Share
+    from thermocline.plan.disk.cache_split import Share
     from thermocline.plan.problem import Problem
     from thermocline.plan.subject import Subject
 
@@ -146,7 +146,7 @@ def _cases(o: BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     from thermocline.offline.replay import even_shares
     from thermocline.pack.predictor import predictors_for
     from thermocline.plan.budget import without_gpu
-    from thermocline.plan.cache_split import Share
+    from thermocline.plan.disk.cache_split import Share
     from thermocline.plan.memory import GIB, Needs
 
     parts, neurons = pack.spec.n_layers * found.experts, pack.spec.ffn_dim
@@ -177,7 +177,7 @@ def _rows(
     progress: ProgressBar,
 ) -> Iterator[dict[str, Any]]:
     from thermocline.offline.replay import replay as play
-    from thermocline.plan.cache_split import Share
+    from thermocline.plan.disk.cache_split import Share
 
     policies = o.policy or CACHE_POLICIES
     total = len(cases) * len(policies)

@@ -16,6 +16,7 @@ from thermocline.errors import BadFile, ThermoclineError
 
 if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
+    from thermocline.pack.stored_model import StoredModel
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,27 @@ def run_as(path: Path) -> dict[str, Any]:
     try:
         found = open_gguf(path)
     except ThermoclineError as e:
-        return {"in_place": None, "why_packed": str(e)}
-    why = found if isinstance(found, str) else None
-    return {"in_place": why is None, "why_packed": why}
+        return {"in_place": None, "why_packed": str(e), "experts": None}
+    if isinstance(found, str):
+        return {"in_place": False, "why_packed": found, "experts": None}
+    return {"in_place": True, "why_packed": None, "experts": experts_of(found)}
+
+
+def experts_of(model: StoredModel) -> dict[str, int] | None:
+    """Return the experts that can be left on disk; None where there are none."""
+    from thermocline.plan.disk.expert_split import Mixture
+    from thermocline.plan.memory import reads_from_disk
+
+    if reads_from_disk(model.spec) != "experts":
+        return None
+    m = Mixture(model.spec, model.tensors)
+    largest = max(r.bytes for r in m.records.values())
+    return {"layers": len(m.records), "each": model.spec.n_experts, "expert_bytes": largest, "bytes": m.bytes}
 
 
 def prepared(pack: Pack) -> dict[str, Any]:
     """Return what `profile` and `train` left in a pack; null where they did not."""
-    return {"profile": _profiled(pack), "predictors": _trained(pack)}
+    return {"profile": _profiled(pack), "predictors": _trained(pack), "experts": experts_of(pack)}
 
 
 def _profiled(pack: Pack) -> dict[str, Any] | None:
@@ -103,6 +117,7 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{formats_said(about)}, {about['parameters'] / 1e6:,.2f} M parameters"),
         ("size", size(sum(about["files"].values()))),
         ("per token", f"{about['bytes_per_token_dense'] / 1e6:,.2f} MB, dense"),
+        *_expert_rows(about.get("experts")),
         ("", ""),
     ]
     parts = about["parts"].items()
@@ -122,6 +137,13 @@ def _format_rows(formats: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
         (name, f"{size(f['bytes']):>10}  {f['parameters']:>14,} parameters  {f['tensors']:>5,} tensors")
         for name, f in formats.items()
     ]
+
+
+def _expert_rows(e: dict[str, int] | None) -> list[tuple[str, str]]:
+    if e is None:
+        return []
+    each = f"{e['each']} in each of {e['layers']} layers, of {size(e['expert_bytes'])}"
+    return [("experts", f"{each}: {size(e['bytes'])} that may stay on disk")]
 
 
 def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -152,6 +174,7 @@ def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", f"{size(about['file_bytes'])}, {about['parameters'] / 1e6:,.2f} M parameters"),
         ("predictors", f"{about['predictors']} layers, threshold {_plain(about['sparse_threshold'])}"),
         ("runs", _runs(about)),
+        *_expert_rows(about["experts"]),
         ("", ""),
     ]
     return rows + _format_rows(about["types"])

@@ -39,7 +39,7 @@ GIB = 2**30
 TIERS = ("gpu", "ram", "disk")
 PARTS = (
     "embedding", "attention", "keys and values", "recurrent states", "predictors", "neurons", "gate rows",
-    "up and down rows", "head", "buffers", "disk buffers", "runtime",
+    "up and down rows", "experts", "head", "buffers", "disk buffers", "runtime",
 )  # fmt: skip
 
 
@@ -239,19 +239,27 @@ def _layers(plan: Plan) -> list[str]:
     for i, layer in enumerate(plan.layers):
         if i + 1 < len(plan.layers) and plan.layers[i + 1] == layer:
             continue
-        counts = ((n, t) for n, t in zip((layer.gpu, layer.ram, layer.disk), TIERS, strict=True) if n)
+        each = layer.expert or 1
+        counts = ((n // each, t) for n, t in zip((layer.gpu, layer.ram, layer.disk), TIERS, strict=True) if n)
         neurons = ", ".join(f"{n} {t}" for n, t in counts) + " (gate rows too)" * (layer.disk_gates > 0)
         predictor = f" · predictor {layer.predictor}" if layer.predictor is not None else ""
-        which = f"{first}-{i}" if i > first else f"{i}"
-        lines.append(f"{which:<6} attention {layer.attention}{predictor} · neurons {neurons}")
+        which, what = f"{first}-{i}" if i > first else f"{i}", "experts" if layer.expert else "neurons"
+        lines.append(f"{which:<6} attention {layer.attention}{predictor} · {what} {neurons}")
         first = i + 1
     if len(lines) <= 8:
         return [*lines, f"head {plan.head}"]
     where = Counter(layer.attention for layer in plan.layers)
     gpu = sorted(layer.gpu for layer in plan.layers)
     disk = sorted(layer.disk for layer in plan.layers)
+    attention = ", ".join(f"{n} {t}" for t, n in sorted(where.items()))
+    if each := max(layer.expert for layer in plan.layers):
+        ram = sorted(layer.ram // each for layer in plan.layers if layer.expert)
+        return [
+            f"attention {attention} · head {plan.head}",
+            f"experts of a layer: {ram[0]} to {ram[-1]} ram, the others disk (each: --json)",
+        ]
     return [
-        "attention " + ", ".join(f"{n} {t}" for t, n in sorted(where.items())) + f" · head {plan.head}",
+        f"attention {attention} · head {plan.head}",
         f"neurons of a layer: {gpu[0]} to {gpu[-1]} gpu, {disk[0]} to {disk[-1]} disk"
         f"{_with_gates(plan)} (each: --json)",
     ]

@@ -16,8 +16,8 @@ from thermocline.model.sizes import aligned, lookup_bytes
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
 from thermocline.ops.interface import CPU
-from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, NeuronRows, Share, fetch, split
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
+from thermocline.plan.disk.cache_split import F64, OPERATION_BYTES, Fetch, NeuronRows, Share, fetch, split
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import (
     gib_up,

@@ -1,0 +1,363 @@
+#include "disk_experts.h"
+
+#include <errno.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+
+#include "store.h"
+
+namespace tc {
+
+static std::vector<std::string> paths_of(const std::vector<SourceFile>& files) {
+    std::vector<std::string> paths;
+    for (const SourceFile& f : files) paths.push_back(f.path);
+    return paths;
+}
+
+ExpertFiles::ExpertFiles(std::vector<SourceFile> given, unsigned depth, size_t piece_bytes, Method method,
+                         bool direct)
+    : files(std::move(given)), reader(paths_of(files), depth, piece_bytes, method, direct) {}
+
+bool ExpertFiles::changed(unsigned file) const {
+    return !(reader.state(file) == files[file].state) || reader.changed(file);
+}
+
+// ---- a layer
+static std::vector<RowRun> flat(const std::vector<std::vector<RowRun>>& runs) {
+    std::vector<RowRun> all;
+    for (const std::vector<RowRun>& each : runs) all.insert(all.end(), each.begin(), each.end());
+    return all;
+}
+
+DiskExperts::DiskExperts(SlotPool& pool, ExpertFiles& files, const std::vector<std::vector<RowRun>>& runs,
+                         size_t quota, const float* likely, std::vector<std::string> given, int disabled)
+    : RowCache(pool, runs.size(), 0, quota, likely),
+      files(files),
+      names(std::move(given)),
+      runs_(flat(runs)),
+      disabled_(disabled) {
+    // A read begins and ends at a multiple of the alignment.
+    const size_t room = files.reader.buffer_bytes() - 2 * files.reader.alignment();
+    for (size_t s = 0; s < names.size(); s++) {
+        const RowRun& r = run(0, s);
+        size_t some = std::max(size_t(1), room / r.row_bytes());
+        if (some > r.group) some -= some % r.group;  // whole groups: each is written once
+        for (size_t at = 0; at < r.rows; at += some) pieces.push_back({s, at, std::min(some, r.rows - at)});
+        if (r.group > 1 && !r.planar) scratch_bytes = std::max(scratch_bytes, r.group * r.row_bytes());
+    }
+    crc.resize(neurons * pieces.size());
+    known.resize(neurons * pieces.size());
+}
+
+void DiskExperts::load(int threads, Interrupted interrupted) {
+    ExpertReads reads(*this, initial(), threads, interrupted);
+    reads.begin_wave();
+    auto work = [&](int thread) {
+        for (size_t task, begin, end; reads.take(&task, &begin, &end, thread);) {
+        }
+    };
+    std::vector<std::thread> crew;
+    try {
+        for (int i = 1; i < threads; i++) crew.emplace_back(work, i);
+    } catch (const std::system_error&) {
+    }  // the system has no more threads for us
+    work(0);
+    for (std::thread& t : crew) t.join();
+    reads.end_wave();
+}
+
+// ---- a call
+ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t steps, size_t most,
+                         int threads, Interrupted interrupted)
+    : rows_(experts),
+      reader_(experts.files.reader),
+      most_(most),
+      threads_(size_t(threads)),
+      interrupted_(interrupted),
+      tasks_(std::move(tasks)),
+      bytes_before_(experts.stats.bytes),
+      many_(steps > 1),
+      reads_(reader_.depth()) {
+    take_left_behind();
+    rows_.begin(steps, rows_.disabled(DiskRows::NO_CACHE));
+    // What the call needs and is in memory stays: no expert makes room for another one of the same call.
+    for (const Task& t : tasks_)
+        if (t.expert >= 0) rows_.used(t.expert, t.uses), rows_.hold(t.expert);
+}
+
+ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted, int threads,
+                         Interrupted interrupted)
+    : rows_(experts),
+      reader_(experts.files.reader),
+      most_(0),
+      threads_(size_t(threads)),
+      interrupted_(interrupted),
+      bytes_before_(experts.stats.bytes),
+      loads_(true),
+      reads_(reader_.depth()) {
+    take_left_behind();
+    for (const Wanted& w : wanted) {
+        tasks_.push_back({w.neuron, 0, 0, 1, 0, w.slot, w.entry});
+        request(tasks_.size() - 1);
+    }
+    pinned_ = tasks_.size();
+}
+
+ExpertReads::~ExpertReads() {
+    reader_.left_behind += under_way_;
+    rows_.settle();
+    if (many_) rows_.stats.streamed += rows_.stats.bytes - bytes_before_;
+}
+
+// An earlier call may have ended while its reads were under way: they fill the buffers.
+void ExpertReads::take_left_behind() {
+    if (reader_.forked()) throw std::runtime_error(kForked);
+    std::vector<uint8_t>& scratch = rows_.files.scratch;
+    scratch.resize(std::max(scratch.size(), threads_ * rows_.scratch_bytes));
+    for (unsigned i = reader_.depth(); i-- > 0;) buffers_.push_back(i);
+    for (ReadDone done[64]; reader_.left_behind;) {
+        reader_.left_behind -= reader_.take(done, 64, true);
+        if (reader_.left_behind && interrupted_ && interrupted_()) throw DiskError(ECANCELED, "", -1);
+    }
+}
+
+// ---- waves
+void ExpertReads::request(size_t task) {
+    Task& t = tasks_[task];
+    t.left = rows_.pieces.size();
+    const uint8_t* known = rows_.known.data() + size_t(t.expert) * t.left;
+    t.is_new = std::find(known, known + t.left, 0) != known + t.left;
+    queue_.push_back({task, 0});
+}
+
+// Finds slots for the tasks of a wave. It is over where half of the passing slots are taken, so that the next
+// one finds the other half while this one is computed.
+void ExpertReads::pin_wave() {
+    const size_t most = std::max<size_t>(1, rows_.pool().passing.size() / 2);
+    for (size_t missing = 0; pinned_ < tasks_.size(); pinned_++) {
+        Task& t = tasks_[pinned_];
+        if (t.expert < 0) continue;
+        if (missing == most && !rows_.hold(t.expert)) return;
+        Wanted wanted;
+        size_t n;
+        if (!rows_.pin(&t.expert, 1, &t.slot, &t.entry, &wanted, &n, 0)) return;
+        if (n) request(pinned_), missing++;
+    }
+}
+
+size_t ExpertReads::begin_wave() {
+    std::unique_lock<std::mutex> held(lock_);
+    begin_ = end_;
+    if (pinned_ == begin_) pin_wave();
+    end_ = pinned_;
+    if (!rows_.disabled(DiskRows::NO_PIPELINE)) pin_wave();
+    for (size_t i = begin_; i < end_; i++) tasks_[i].left ? waiting_++ : (ready_.push_back(i), size_t(0));
+    submit(held);
+    return end_ - begin_;
+}
+
+void ExpertReads::end_wave() {
+    std::lock_guard<std::mutex> held(lock_);
+    if (failed()) throw error_;
+    for (size_t i = begin_; i < end_ && !loads_; i++)
+        if (tasks_[i].expert >= 0) rows_.unpin(&tasks_[i].entry, 1);
+}
+
+// ---- work
+bool ExpertReads::take(size_t* task, size_t* begin, size_t* end, int thread) {
+    for (std::unique_lock<std::mutex> held(lock_); !failed();) {
+        if (under_way_) look(false, held);
+        if (!arrived_.empty()) {  // first: the disk waits for the buffer
+            put_away(held, thread);
+            continue;
+        }
+        while (!ready_.empty()) {
+            Task& t = tasks_[ready_.front()];
+            *task = ready_.front(), *begin = t.next;
+            const size_t share = (t.rows - t.next) / (threads_ == 1 ? 1 : 2 * threads_);
+            t.next += std::max<size_t>(1, std::min(most_, share) / t.unit) * t.unit;
+            *end = std::min(t.next, t.rows);
+            if (t.next >= t.rows) ready_.pop_front();
+            if (*begin < *end) return true;
+        }
+        if (!waiting_) return false;
+        wait(held, thread);
+    }
+    return false;
+}
+
+void ExpertReads::help(int thread) {
+    std::unique_lock<std::mutex> held(lock_, std::try_to_lock);
+    if (!held || failed()) return;
+    if (under_way_) look(false, held);
+    if (!arrived_.empty()) put_away(held, thread);
+}
+
+// Sleeps until something has changed. One thread at a time sleeps in the reader, since a second one would
+// sleep for reads that the first has taken; the others wait for that thread. Each wakes after 100 ms at most.
+void ExpertReads::wait(std::unique_lock<std::mutex>& held, int thread) {
+    const auto now = std::chrono::steady_clock::now();
+    if (thread == 0 && interrupted_ && now - asked_ > kAsk) {
+        asked_ = now;
+        held.unlock();
+        const bool enough = interrupted_();
+        held.lock();
+        if (enough) give_up();
+        return;  // what is waited for may have come, and been announced, while the lock was free
+    }
+    const bool reading = under_way_;
+    if (reading && !taking_) {
+        look(true, held);
+        changed_.notify_all();
+    } else {
+        changed_.wait(held);
+    }
+    if (reading)
+        rows_.stats.waited_ns +=
+            uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - now).count());
+}
+
+// ---- reads
+
+// Begins as many reads as there are buffers for, without the lock: each may take the system 30 microseconds.
+void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
+    const uint64_t align = reader_.alignment();
+    ReadRequest requests[16];
+    while (!failed()) {
+        size_t n = 0;
+        for (; n < 16 && !queue_.empty() && !buffers_.empty(); n++) {
+            Pending& next = queue_.front();
+            const size_t e = size_t(tasks_[next.task].expert);
+            const DiskExperts::Piece& p = rows_.pieces[next.piece];
+            const RowRun& run = rows_.run(e, p.slab);
+            const uint64_t at = run.at + p.first * run.row_bytes(), begin = at / align * align;
+            const size_t bytes = p.n * run.row_bytes();
+            const uint64_t end = (at + bytes + align - 1) / align * align;
+            const unsigned buffer = buffers_.back();
+            buffers_.pop_back();
+            reads_[buffer] = {next.task, next.piece, at,
+                              bytes,     begin,      rows_.known[e * rows_.pieces.size() + next.piece] != 0};
+            requests[n] = {begin,    uint32_t(end - begin),       reader_.buffer(buffer), buffer,
+                           run.file, uint32_t(at + bytes - begin)};
+            rows_.stats.bytes += end - begin;
+            if (++next.piece == rows_.pieces.size()) queue_.pop_front();
+        }
+        if (!n) return;
+        rows_.stats.reads += n, under_way_ += n;
+        held.unlock();
+        const bool begun = reader_.submit(requests, n);
+        held.lock();
+        if (!begun) under_way_ -= n, fail(EBUSY, &reads_[requests[0].tag]);
+    }
+}
+
+// Takes the reads that are done; with `wait`, sleeps for one, 100 ms at most.
+void ExpertReads::look(bool wait, std::unique_lock<std::mutex>& held) {
+    ReadDone done[64];
+    if (!wait) {
+        const size_t n = reader_.take(done, 64, false);
+        accept(done, n);
+        return;
+    }
+    taking_ = true;
+    held.unlock();
+    const size_t n = reader_.take(done, 64, true);
+    held.lock();
+    taking_ = false;
+    accept(done, n);
+}
+
+void ExpertReads::accept(const ReadDone* done, size_t n) {
+    under_way_ -= n;
+    for (size_t i = 0; i < n; i++) {
+        const unsigned buffer = unsigned(done[i].tag);
+        if (done[i].error)
+            fail(done[i].error, &reads_[buffer]);
+        else
+            arrived_.push_back(buffer);
+    }
+    if (n > 1) changed_.notify_all();
+}
+
+// Checks what a read brought, and puts its rows into their slot. Nobody else knows of that yet: no lock.
+int ExpertReads::put(const Read& r, const uint8_t* buffer, int thread) {
+    const Task& t = tasks_[r.task];
+    const DiskExperts::Piece& p = rows_.pieces[r.piece];
+    const size_t number = size_t(t.expert) * rows_.pieces.size() + r.piece;
+    const uint8_t* from = buffer + (r.at - r.begin);
+    const uint32_t crc = crc32c(from, r.bytes, 0);
+    if (r.was_known && crc != rows_.crc[number]) return INT32_MAX;  // no errno
+    rows_.crc[number] = crc;
+    const RowRun& run = rows_.run(size_t(t.expert), p.slab);
+    const size_t end = p.first + p.n;
+    uint8_t* const scratch = rows_.files.scratch.data() + size_t(thread) * rows_.scratch_bytes;
+    return put_rows(run, rows_.pool().at(t.slot), p.first, p.n, from, scratch) == end ? 0 : kNotFinite;
+}
+
+// Puts away what one read brought. With the last piece of an expert, it is there. Where some of its bytes
+// were read for the first time, the file must still be the one whose header was read: nothing else vouches
+// for it.
+void ExpertReads::put_away(std::unique_lock<std::mutex>& held, int thread) {
+    const unsigned buffer = arrived_.back();
+    arrived_.pop_back();
+    const Read r = reads_[buffer];
+    Task& t = tasks_[r.task];
+    held.unlock();
+    const int error = put(r, reader_.buffer(buffer), thread);
+    held.lock();
+    buffers_.push_back(buffer);
+    if (error) {
+        fail(error, &r);
+        return;
+    }
+    submit(held);
+    if (--t.left) return;
+    if (t.is_new) {
+        held.unlock();
+        const bool other = changed(size_t(t.expert));
+        held.lock();
+        if (other) {
+            fail(kChanged, &r);
+            return;
+        }
+        std::fill_n(rows_.known.begin() + std::ptrdiff_t(size_t(t.expert) * rows_.pieces.size()),
+                    rows_.pieces.size(), uint8_t(1));
+    }
+    rows_.arrived(t.entry);
+    if (r.task < begin_ || r.task >= end_) return;
+    waiting_--;
+    ready_.push_back(r.task);
+    changed_.notify_all();
+}
+
+void ExpertReads::fail(int error, const Read* r) {
+    if (!failed()) {
+        std::string where;
+        bool changed = false;
+        if (r) {
+            const size_t e = size_t(tasks_[r->task].expert), slab = rows_.pieces[r->piece].slab;
+            const unsigned file = rows_.run(e, slab).file;
+            where = rows_.files.files[file].path + ": " + rows_.names[slab] + ", expert " + std::to_string(e);
+            changed = rows_.files.changed(file);
+        }
+        error_ = {error == INT32_MAX ? 0 : error, where, -1, changed};
+        failed_.store(true, std::memory_order_relaxed);
+    }
+    queue_.clear();
+    changed_.notify_all();
+}
+
+bool ExpertReads::changed(size_t expert) const {
+    for (size_t s = 0; s < rows_.names.size(); s++) {
+        const unsigned file = rows_.run(expert, s).file;
+        if ((!s || file != rows_.run(expert, s - 1).file) && rows_.files.changed(file)) return true;
+    }
+    return false;
+}
+
+void ExpertReads::give_up() { fail(ECANCELED, nullptr); }
+
+}  // namespace tc

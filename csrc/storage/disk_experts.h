@@ -1,0 +1,157 @@
+// Experts on disk: whose slabs of a file they are (DiskExperts), and the reads of one call (ExpertReads).
+//
+// A record is an expert: the rows of its matrices, each a slab of a file, that are arranged on their way to a
+// slot as they lie in memory. A slab is read in pieces, so that the disk is kept busy by one expert. Whoever
+// takes a piece checks it and puts its rows into their slot; an expert is ready when it has all of them.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fetches.h"
+#include "row_load.h"
+
+namespace tc {
+
+constexpr int kNotFinite = -3;  // DiskError::error: a scale that is no finite number
+
+// The files of a model, as they were when their headers were read, behind one queue of reads.
+struct ExpertFiles {
+    ExpertFiles(std::vector<SourceFile> files, unsigned depth, size_t piece_bytes, Method method,
+                bool direct);
+    // Is a file no longer the one whose header was read?
+    bool changed(unsigned file) const;
+
+    const std::vector<SourceFile> files;
+    Reader reader;
+    std::vector<uint8_t> scratch;  // of the call there is
+};
+
+// The experts of one layer, and which of them are in memory. The pool and the files outlive it.
+class DiskExperts : public RowCache<ExpertPolicy> {
+ public:
+    // runs[e]: the slabs of expert e, `to` within its slot; slab s of every expert has one shape. names: of
+    // each slab, for DiskError. disabled: of DiskRows::Disabled, added up.
+    // std::length_error: too few slots in the pool.
+    DiskExperts(SlotPool& pool, ExpertFiles& files, const std::vector<std::vector<RowRun>>& runs,
+                size_t quota, const float* likely, std::vector<std::string> names, int disabled);
+
+    // Reads the first experts, into all slots, with so many threads. Before any call. DiskError.
+    void load(int threads, Interrupted interrupted = nullptr);
+    bool disabled(DiskRows::Disabled what) const { return disabled_ & what; }
+
+    // Rows [first, first + n) of slab `slab`.
+    struct Piece {
+        size_t slab, first, n;
+    };
+    const RowRun& run(size_t expert, size_t slab) const { return runs_[expert * names.size() + slab]; }
+
+    ExpertFiles& files;
+    const std::vector<std::string> names;
+    std::vector<Piece> pieces;  // of an expert
+    size_t scratch_bytes = 0;   // of a thread that arranges
+    // [experts, pieces]: CRC-32C of the bytes in the file, made when they are read for the first time, and
+    // whether it is known. Each belongs to whoever has the read.
+    std::vector<uint32_t> crc;
+    std::vector<uint8_t> known;
+
+ private:
+    const std::vector<RowRun> runs_;  // [experts, slabs]
+    const int disabled_;
+};
+
+// The experts that one call needs, in waves of as many as there are slots for, and who works on which.
+//
+// The calling thread begins and ends waves; between that, all threads `take` work of the running one until
+// there is none. The reads of the next wave go on meanwhile.
+class ExpertReads {
+ public:
+    // A task: an expert of the call, or something else that is in memory, with `rows` rows of work.
+    struct Task {
+        int32_t expert;  // -1: in memory
+        float uses;      // as Policy::use
+        size_t rows, unit;
+        size_t next = 0;  // row that nobody has taken
+        int32_t slot = -1, entry = -1;
+        size_t left = 0;      // pieces that are not in their slot
+        bool is_new = false;  // some checksum of it is made now
+    };
+    // A call that counts as so many steps; experts ascend. `most`: rows of a piece of work.
+    ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t steps, size_t most, int threads,
+                Interrupted interrupted);
+    // Reads every expert of `wanted` to its slot: one wave, without work.
+    ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted, int threads,
+                Interrupted interrupted);
+    ~ExpertReads();
+    ExpertReads(const ExpertReads&) = delete;
+    ExpertReads& operator=(const ExpertReads&) = delete;
+
+    // ---- the calling thread, outside of a region
+
+    size_t begin_wave();  // the tasks of the next wave, which follow those of the last; 0: all are done
+    void end_wave();      // DiskError where a read failed
+    const std::vector<Task>& tasks() const { return tasks_; }
+
+    // ---- all threads of a region
+
+    // Gives rows [*begin, *end) of a task whose expert is there; false: nobody will get more of this wave.
+    bool take(size_t* task, size_t* begin, size_t* end, int thread);
+    bool failed() const { return failed_.load(std::memory_order_relaxed); }
+    // Puts away what has been read meanwhile, without waiting.
+    void help(int thread);
+
+ private:
+    struct Read {
+        size_t task, piece;
+        uint64_t at;     // of its first byte in the file
+        size_t bytes;    // that are wanted
+        uint64_t begin;  // where the buffer begins
+        bool was_known;
+    };
+    struct Pending {
+        size_t task, piece;
+    };
+    void request(size_t task);
+    void submit(std::unique_lock<std::mutex>& held);
+    void look(bool wait, std::unique_lock<std::mutex>& held);
+    void accept(const ReadDone* done, size_t n);
+    int put(const Read& r, const uint8_t* buffer, int thread);
+    void put_away(std::unique_lock<std::mutex>& held, int thread);
+    void wait(std::unique_lock<std::mutex>& held, int thread);
+    void fail(int error, const Read* r);
+    void give_up();
+    void pin_wave();
+    void take_left_behind();
+    bool changed(size_t expert) const;
+
+    DiskExperts& rows_;
+    Reader& reader_;
+    const size_t most_;
+    const size_t threads_;
+    const Interrupted interrupted_;
+    std::vector<Task> tasks_;
+    const uint64_t bytes_before_;
+    bool many_ = false, loads_ = false;
+
+    std::mutex lock_;  // guards the rest, and the RowCache
+    std::condition_variable changed_;
+    size_t begin_ = 0, end_ = 0, pinned_ = 0;  // tasks of the running wave; up to where they have slots
+    size_t waiting_ = 0;                       // tasks of the running wave that lack pieces
+    std::deque<size_t> ready_;                 // tasks of the running wave with work
+    std::deque<Pending> queue_;                // the next piece of a task
+    std::vector<Read> reads_;                  // by buffer
+    std::vector<unsigned> buffers_, arrived_;  // without a read; read
+    size_t under_way_ = 0;
+    bool taking_ = false;
+    std::atomic<bool> failed_{false};
+    DiskError error_{0, "", 0};
+    std::chrono::steady_clock::time_point asked_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace tc

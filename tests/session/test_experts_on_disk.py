@@ -1,0 +1,400 @@
+"""A mixture larger than its memory: the answers of memory, from a GGUF or a pack, within the budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf_recurrent
+import gguf_twins
+import kept_twins
+import numpy as np
+import pytest
+import test_synth
+
+from thermocline import SamplingParams
+from thermocline.convert import importer, synthetic
+from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
+from thermocline.machine.tiers import read_tiers
+from thermocline.opening.open_model import open_model
+from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import StoredModel
+from thermocline.plan.budget import Decision
+from thermocline.plan.disk import expert_split
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, least_bytes, placed
+from thermocline.plan.memory import GIB, others_of
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
+
+Run = Callable[..., Any]
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+# Mixtures with biases and sinks, shared experts, layers without experts, latents, states, other norms.
+PACKED = [
+    "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_5_moe_stacked", "granite_hybrid",
+    "lfm2_moe", "gemma4_moe", "llama4", "phimoe", "ernie4_5_moe",
+]  # fmt: skip
+IN_PLACE = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "llama4": "llama4", "gemma4_moe": "gemma4"}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab of a small model is then several reads, and its buffers are smaller than its experts."""
+    monkeypatch.setattr(expert_split, "PIECE_BYTES", 20 << 10)
+    monkeypatch.setattr(expert_split, "DEPTH", 8)
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    """Longer than the slots, a beginning of it, others."""
+    long = [(7 * i + i * i) % vocab for i in range(40)]
+    return [long, [*long[:30], 1, 2, 3], [5, 6, 7], [vocab - 1]]
+
+
+def answers(model: StoredModel, decision: Decision | None, **asked: Any) -> list[Any]:
+    """One by one, with what is known of their beginnings; then all together."""
+    options = EngineOptions(context=64, max_batch=4, threads=2, **asked)
+    found: list[Any] = []
+    opened = Session.open(model, options) if decision is None else Session(model, options, decision)
+    with opened as session:
+        engine = session.load()
+        each = prompts(model.spec.vocab_size)
+        for some in [*([p] for p in each), each]:
+            requests = [engine.submit(p, GREEDY) for p in some]
+            while engine.step():
+                pass
+            done = [r.completion() for r in requests]
+            found += [(c.token_ids, c.figures.logits_hash) for c in done]
+        if decision is not None:
+            assert session.store is not None and session.store.counts().missed > 0
+    return found
+
+
+def with_slots(model: StoredModel, slots: int, context: int = 64) -> Decision:
+    """As if a budget had room for so many experts of each layer."""
+    m = Mixture(model.spec, model.tensors)
+    split = ExpertSplit({}, dict.fromkeys(m.records, slots), m)
+    return Decision(placed(split, context, 4 * context), mixture=m)
+
+
+def gives_the_bits_of_memory(model: StoredModel) -> None:
+    wanted, spec = answers(model, None), model.spec
+    assert all(np.isfinite(len(tokens)) for tokens, _ in wanted) and wanted[:4] == wanted[4:]
+    for slots in {1, spec.n_experts_active + 1, spec.n_experts - 1}:
+        assert answers(model, with_slots(model, slots)) == wanted, slots
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_no_number_of_slots_changes_a_bit(name: str, tmp_path: Path) -> None:
+    importer.pack(kept_twins.TWINS[name](tmp_path / "hf"), tmp_path / "pack", "q8_0")
+    gives_the_bits_of_memory(Pack.open(tmp_path / "pack"))
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, "apart", "qwen3_5_moe", "deepseek2"])
+def test_nor_in_a_gguf_that_runs_in_place(name: str, tmp_path: Path) -> None:
+    """Experts in stacks, in tensors of their own, or with gate and up as one."""
+    path = tmp_path / "m.gguf"
+    if name == "qwen3_5_moe":
+        gguf_recurrent.write(kept_twins.TWINS[name](tmp_path / name), path)
+    elif name == "deepseek2":
+        gguf_twins.write(kept_twins.TWINS["deepseek_v3"](tmp_path / "hf"), path, arch="deepseek2")
+    elif name == "apart":
+        gguf_twins.write(kept_twins.TWINS["mixtral"](tmp_path / "hf"), path, apart=True)
+    else:
+        hf = kept_twins.TWINS[name](tmp_path / "hf")
+        gguf_twins.write(hf, path, arch=IN_PLACE[name], types=lambda n: "F16" if "exps" in n else None)
+    model = open_model(path, tmp_path, None)
+    assert not isinstance(model, Pack)
+    gives_the_bits_of_memory(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [("qwen3-30b-a3b", "q4_0"), ("qwen3-30b-a3b", "q4_k_m"), ("gpt-oss-20b", "mxfp4")],
+)
+def test_nor_in_the_formats_that_people_have(
+    shape: str, format: str, tmp_path: Path, thermocline: Run
+) -> None:
+    """Of a pack and of a GGUF: in rows, and in groups of rows where the CPU is faster so."""
+    config, pack, path = small_config(tmp_path, shape), tmp_path / "pack", tmp_path / "m.gguf"
+    made = thermocline("synth", config, "--format", format, "-o", pack, "--gguf", path, "-q")
+    assert made.code == 0, made.err
+    found = [open_model(x, tmp_path, None) for x in (pack, path)]
+    assert not isinstance(found[1], Pack)
+    for model in found:
+        gives_the_bits_of_memory(model)
+
+
+def small_config(directory: Path, shape: str) -> Path:
+    if shape != "gpt-oss-20b":
+        return test_synth.config_file(directory, shape)
+    path, sizes = directory / "config.json", test_synth.SMALL["llama-2-7b"]
+    more = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_per_token": 2, "head_dim": 64}
+    more |= {"intermediate_size": 256, "eos_token_id": 2, "pad_token_id": 0}
+    path.write_text(json.dumps(synthetic.shapes()[shape] | sizes | more))
+    return path
+
+
+# ---- budgets
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A pack and a GGUF of one mixture, in Q4_K_M."""
+    from thermocline.cli import main
+
+    base = tmp_path_factory.mktemp("files")
+    config = test_synth.config_file(base, "qwen3-30b-a3b", num_experts=32)
+    synth = ["synth", str(config), "--format", "q4_k_m", "-o", str(base / "pack"), "-q"]
+    assert main.main([*synth, "--gguf", str(base / "m.gguf")]) == 0
+    return base / "pack", base / "m.gguf"
+
+
+@pytest.fixture(params=["pack", "gguf"])
+def path(request: pytest.FixtureRequest, files: tuple[Path, Path]) -> Path:
+    return files[request.param == "gguf"]
+
+
+def others(model: StoredModel, threads: int = 2) -> dict[str, int]:
+    return others_of(model.spec, context=64, kv_tokens=64, max_batch=1, threads=threads)
+
+
+def least(model: StoredModel, threads: int = 2) -> int:
+    return least_bytes(Mixture(model.spec, model.tensors), others(model, threads))
+
+
+def options(ram: float, **asked: Any) -> EngineOptions:
+    return EngineOptions(**{"context": 64, "max_batch": 1, "threads": 2, "ram": ram, "kv_tokens": 64} | asked)
+
+
+def generated(session: Session) -> Any:
+    engine = session.load()
+    request = engine.submit(prompts(512)[0], GREEDY)
+    while engine.step():
+        pass
+    return request.completion()
+
+
+def test_a_budget_is_kept_to_the_byte_and_used(path: Path) -> None:
+    model = open_model(path, "", None)
+    m, low = Mixture(model.spec, model.tensors), least(model)
+    whole = low + m.bytes
+    dearest = max(r.stride for r in m.records.values())
+    before = 0
+    for budget in np.linspace(low, whole, 9).astype(int):
+        s = divide(m, int(budget), others(model))
+        assert s.bytes <= budget and sum(s.slots.values()) >= before
+        assert max(s.slots.values()) - min(s.slots.values()) <= 1 and set(s.slots) == {0, 1, 2, 3}
+        if min(s.slots.values()) < model.spec.n_experts:
+            assert budget - s.bytes < 2 * dearest, "the rest holds no expert"
+        before = sum(s.slots.values())
+    assert (
+        divide(m, low, others(model)).slots == dict.fromkeys(range(4), expert_split.LEAST)
+        and before == 32 * 4
+    )
+    with pytest.raises(OutOfBudget, match="with its experts on disk the model still needs"):
+        divide(m, low - 1, others(model))
+
+
+def test_what_a_refusal_names_is_enough_and_less_is_not(path: Path) -> None:
+    model = open_model(path, "", None)
+    with pytest.raises(OutOfBudget) as refused:
+        Session.open(model, options(0.001))
+    said = str(refused.value)
+    assert "\n" not in said and "is allowed; use --ram" in said
+    enough = float(re.search(r"--ram ([\d.]+)", said)[1])  # type: ignore[index]
+    with Session.open(model, options(enough)) as session:
+        assert session.from_disk and session.memory_bytes <= enough * GIB
+        assert len(generated(session).token_ids) == 5
+    with pytest.raises(OutOfBudget, match="on disk"):
+        Session.open(model, options(enough - 0.0002))
+
+
+def test_a_model_that_disk_saves_nothing_of_is_refused_as_ever(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_split, "DEPTH", 4096)
+    with pytest.raises(OutOfBudget, match=r"^the model needs .* weights, .* keys and values"):
+        Session.open(open_model(path, "", None), options(0.05))
+
+
+def test_plan_says_before_what_run_does(path: Path, thermocline: Run) -> None:
+    """The same split to the byte; and for a person, how many experts of each layer there is room for."""
+    model, hardware = open_model(path, "", None), "rtx4090-i9-13900k"
+    threads = read_tiers(hardware).cpu.threads
+    ram = (least(model, threads) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
+    asked = ("--ctx", "64", "--ram", f"{ram:.4f}", "--vram", "0", "-q", "--hardware", hardware)
+    told = thermocline("plan", path, *asked, "--json")
+    assert told.code == 0, told.err
+    plan = json.loads(told.out)
+    with Session.open(model, options(float(f"{ram:.4f}"), threads=threads)) as session:
+        here = session.placement.json()
+    assert plan["placement"] == json.loads(json.dumps(here))
+    assert plan["bytes"]["ram"] == here["bytes"]["cpu"] and plan["bytes"]["disk"] == here["bytes"]["disk"]
+    for layer, x in zip(plan["layers"], plan["placement"]["layers"], strict=True):
+        held = x["ranges"][0]["experts"] * layer["expert"]
+        assert (layer["ram"], layer["ram"] + layer["disk"]) == (held, 32 * layer["expert"])
+    text = thermocline("plan", path, *asked).out
+    assert re.search(r"experts \d+ ram, \d+ disk", text)
+    assert re.search(r"experts +[\d.]+ MiB +[\d.]+ MiB\n", text)
+    noted = json.loads(thermocline("plan", path, *asked, "--json").out)["notes"]
+    assert any("there is room for" in n for n in noted)
+
+
+def test_commands_know_them(path: Path, thermocline: Run) -> None:
+    told = json.loads(thermocline("inspect", path, "--json").out)["experts"]
+    assert (told["layers"], told["each"]) == (4, 32)
+    assert 0 < 32 * 3 * told["expert_bytes"] < told["bytes"] <= 32 * 4 * told["expert_bytes"]
+    assert "experts  " in thermocline("inspect", path).out
+    model = open_model(path, "", None)
+    ram = (least(model) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
+    tests = ["-p", "0", "-n", "8", "-r", "1", "-t", "2", "-o", "jsonl", "-q"]
+    measured = json.loads(
+        thermocline("bench", "-m", path, "--ram", f"{ram:.4f}", *tests).out.splitlines()[-1]
+    )
+    assert 0 < measured["cache_hit_rate"] < 1 and measured["disk_bytes_per_token"] > 0
+    if path.is_dir():
+        assert thermocline("verify", path).code == 0, "what a session left beside it is whole"
+
+
+def test_a_gpu_beside_too_little_memory_is_refused_in_a_line(path: Path) -> None:
+    pytest.importorskip("torch", reason="a GPU needs torch")
+    with pytest.raises(OutOfBudget, match="or --gpu off, which leaves experts on disk") as refused:
+        Session.open(open_model(path, "", None), options(0.075, gpu="stand-in", vram=0.001))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_session_says_what_it_does(path: Path, thermocline: Run, caplog: pytest.LogCaptureFixture) -> None:
+    model = open_model(path, "", None)
+    ram = (least(model) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
+    with Session.open(model, options(ram)) as session:
+        done = generated(session)
+        found = session.decision.experts
+        assert found is not None and session.store is not None
+        assert session.placement.json()["layers"][0]["ranges"][0]["experts"] == found.slots[0]
+    assert f"there is room for {found.share:.0%} of its experts, the others come from disk" in caplog.text
+    disk = done.figures.disk
+    assert disk is not None and disk.needed > disk.missed > 0 and disk.bytes > 0
+
+
+@pytest.mark.parametrize("disable", [("cache",), ("pipeline",)])
+def test_switched_off_parts_change_nothing_but_time(path: Path, disable: tuple[str, ...]) -> None:
+    model = open_model(path, "", None)
+    ram = (least(model) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
+    done = []
+    for off in ((), disable):
+        with Session.open(model, options(ram, disable=off)) as session:
+            done.append(generated(session))
+    assert done[0].figures.logits_hash == done[1].figures.logits_hash
+    if disable == ("cache",):
+        assert done[1].figures.disk.missed > done[0].figures.disk.missed
+
+
+def test_bundles_cannot_be_switched_off_where_there_are_none(path: Path) -> None:
+    model = open_model(path, "", None)
+    ram = (least(model) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
+    with pytest.raises(UsageError, match="--disable bundle: experts on disk have none"):
+        Session.open(model, options(ram, disable=("bundle",)))
+
+
+# ---- faults
+
+
+def damaged(files: tuple[Path, Path], directory: Path) -> Path:
+    path = directory / "m.gguf"
+    path.write_bytes(files[1].read_bytes())
+    return path
+
+
+def test_a_file_that_is_replaced_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = damaged(files, tmp_path)
+    model = open_model(path, "", None)
+    os.utime(path, ns=(1, 1))
+    with (
+        Session(model, EngineOptions(context=64, max_batch=1, threads=2), with_slots(model, 4)) as session,
+        pytest.raises((BadFile, IOFailure), match="chang"),
+    ):
+        session.load()
+
+
+def test_a_file_that_is_cut_while_it_runs_fails_requests_and_no_more(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = damaged(files, tmp_path)
+    model = open_model(path, "", None)
+    with Session(model, EngineOptions(context=64, max_batch=1, threads=2), with_slots(model, 4)) as session:
+        engine = session.load()
+        os.truncate(path, path.stat().st_size // 2)
+        request = engine.submit(prompts(512)[0], GREEDY)
+        while engine.step():
+            pass
+        assert isinstance(request.error, BadFile | IOFailure) and "m.gguf" in str(request.error)
+        assert "changed" in str(request.error)
+        engine.check_integrity()
+
+
+def test_an_embedding_that_stays_in_a_gguf_is_checked(files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = damaged(files, tmp_path)
+    model = open_model(path, "", None)
+    with Session(model, EngineOptions(context=64, max_batch=1, threads=2), with_slots(model, 4)) as session:
+        engine = session.load()
+        os.utime(path, ns=(1, 1))
+        request = engine.submit([1, 2, 3], GREEDY)
+        while engine.step():
+            pass
+        assert isinstance(request.error, BadFile)
+        assert "was changed or replaced since it was opened" in str(request.error)
+
+
+def test_a_pack_is_verified_once_before_its_experts_are_read_one_by_one(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(files[0], tmp_path / "pack", ignore=shutil.ignore_patterns("verified*"))
+    model = Pack.open(tmp_path / "pack")
+
+    def opened(model: Pack) -> None:
+        o = EngineOptions(context=64, max_batch=1, threads=2)
+        with Session(model, o, with_slots(model, 4)) as session:
+            session.load()
+
+    opened(model)
+    kept = (model.path / "verified.safetensors").read_bytes()
+    opened(model)
+    assert (model.path / "verified.safetensors").read_bytes() == kept
+    t = model.tensors["layers.3.down.weight"]
+    with model.weights_path.open("r+b") as f:
+        f.seek(t.offset + t.bytes - 1)
+        f.write(b"\x7f")
+    os.utime(model.weights_path, ns=(5, 5))
+    with pytest.raises(BadFile, match=r"is damaged: layers.3.down.weight.*; pack the model again"):
+        opened(Pack.open(model.path))
+
+
+@pytest.mark.slow
+def test_the_promise_is_kept_in_a_process_of_its_own(
+    tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peak memory is below what was said before, and not far."""
+    monkeypatch.undo()
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 64}
+    config, path = test_synth.config_file(tmp_path, "qwen3-30b-a3b", **sizes), tmp_path / "m.gguf"
+    assert thermocline("synth", config, "--format", "q4_0", "--gguf", path, "-q").code == 0
+    model = open_model(path, "", None)
+    m = Mixture(model.spec, model.tensors)
+    ram = (least_bytes(m, others_of(model.spec, context=324, kv_tokens=324, max_batch=1, threads=2))) / GIB
+    ram += 0.4 * m.bytes / GIB
+    code = "import sys; from thermocline.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    tests = ["-p", "300", "-n", "24", "-r", "1", "-t", "2", "-o", "jsonl", "-q"]
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code, "bench", "-m", str(path), "--ram", f"{ram:.4f}", *tests],
+        capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    for row in (json.loads(line) for line in ran.stdout.splitlines()):
+        assert 0.85 * row["memory_bytes"] < row["peak_rss_bytes"] <= row["memory_bytes"] <= ram * GIB, row
+        assert row["disk_bytes_per_token"] is None or row["disk_bytes_per_token"] > 0

@@ -1,0 +1,93 @@
+"""The plan of a mixture whose experts do not all fit in memory: the split that `run` loads, and its speed."""
+
+from __future__ import annotations
+
+import math
+
+from thermocline.plan import cost
+from thermocline.plan.cost import Work
+from thermocline.plan.disk.cache_split import Fetch
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, hits, placed
+from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
+from thermocline.plan.problem import Problem
+from thermocline.plan.solver import Budget
+
+NOTHING = Fetch(0.0, 0.0, 0.0)
+
+
+def expert_plan(p: Problem, m: Mixture) -> Plan:
+    """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
+    others = {"keys and values": sum(map(p.kv_layer_bytes, range(p.spec.n_layers)))}
+    others |= {k: n for k, n in p.fixed_ram(disk=False).items() if k != "embedding"}
+    s = divide(m, p.ram, others)
+    assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
+    predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
+    return Plan(
+        layers=tuple(_layer(p, s, i) for i in range(p.spec.n_layers)),
+        head="ram",
+        bytes={"gpu": {}, "ram": s.parts, "disk": s.left_on_disk},
+        budget=Budget(p.vram, p.ram),
+        predicted=predicted,
+        buckets=tuple(prediction(p, s, p.work(batch=b)) for b in BUCKETS),
+        hot={b: (0,) * p.spec.n_layers for b in BUCKETS},
+        share=0.0,
+        objective_us=1e6 / predicted[0].tokens_per_s,
+        greedy_us=None,
+        notes=tuple(_notes(p, s)),
+        placement=placed(s, p.ask.context, p.ask.context * p.ask.batch),
+    )
+
+
+def _layer(p: Problem, s: ExpertSplit, i: int) -> LayerPlan:
+    n, (experts, _, width) = s.slots.get(i), p.spec.ffn(i)
+    if n is None:
+        return LayerPlan("ram", None, 0, experts * width, 0, 0)
+    return LayerPlan("ram", None, 0, n * width, (experts - n) * width, 0, width)
+
+
+def missed(p: Problem, s: ExpertSplit, layer: int, work: Work) -> float:
+    """Return how many experts of a layer a step is expected to read."""
+    return p.spec.n_experts * work.routed * (1 - hits(s, layer))
+
+
+def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -> float:
+    """Return how long a layer is expected to wait: its reads run beside the experts that are there.
+
+    Each expert is missed on its own account, so some layers wait while the mean would not.
+    """
+    disk, n = p.tiers.disk, round(p.spec.n_experts * work.routed)
+    assert disk is not None
+    share = min(1.0, missed(p, s, layer, work) / n)
+    each = s.mixture.records[layer].bytes / (disk.read_gbs * 1e3)
+    latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
+    total = 0.0
+    for k in range(1, n + 1):
+        chance = math.comb(n, k) * share**k * (1 - share) ** (n - k)
+        total += chance * max(0.0, latency + k * each - ffn_us * (n - k) / n)
+    return total
+
+
+def prediction(p: Problem, s: ExpertSplit, work: Work) -> Prediction:
+    """Predict a step of a CPU that reads some experts from disk."""
+    v = p.speeds(work)
+    cpu_us = cost.TOKEN_US + float(cost.head_columns(p.sizes, v, gpu=False).cpu_us[0])
+    disk_us = 0.0
+    for i, layer in enumerate(p.layers(work)):
+        cpu, _ = cost.stored_times(layer, v, work, [NOTHING])
+        cpu_us += cpu
+        if i in s.slots:
+            disk_us += wait_us(p, s, i, work, cpu - cost.attention_us(layer, v))
+    speed = work.batch * 1e6 / (cpu_us + disk_us)
+    return Prediction(work.depth, work.batch, speed, 0.0, cpu_us, disk_us, 0.0)
+
+
+def _notes(p: Problem, s: ExpertSplit) -> list[str]:
+    work = p.work(batch=1)
+    found = sum(hits(s, i) for i in s.slots) / len(s.slots)
+    nbytes = sum(missed(p, s, i, work) * s.mixture.records[i].bytes for i in s.slots)
+    notes = [p.tiers.assumed(p.sizes.formats)]
+    notes.append(
+        f"there is room for {s.share:.0%} of the experts; of those that a token goes to {found:.0%} are "
+        f"expected in memory, as in published traces; {nbytes / 1e6:.3g} MB are read"
+    )
+    return [n for n in notes if n]

@@ -1,0 +1,165 @@
+"""A mixture in less memory than its experts: `expert_split.py`'s answer in an arena, and experts on disk.
+
+Owns the places in the arena, and the counts of the disk's reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from thermocline import _native
+from thermocline.errors import IOFailure
+from thermocline.model.sizes import aligned
+from thermocline.model.tensors import TensorInfo
+from thermocline.ops.cpu import CpuOps, disk_error
+from thermocline.ops.interface import DiskCounts, Weights
+from thermocline.pack import blocks
+from thermocline.plan.disk.disk_split import looked_up
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, Record, Slab
+from thermocline.session import embedding_rows, weights
+from thermocline.session.weights import Filled, LoadedWeights, PackInMemory
+
+if TYPE_CHECKING:
+    from thermocline.pack.stored_model import FileRows, Progress, StoredModel
+
+
+@dataclass(frozen=True)
+class ExpertStore:
+    """The experts of a loaded model that take turns in memory."""
+
+    files: _native.ExpertFiles
+    layers: tuple[_native.DiskExperts, ...]
+
+    @property
+    def how(self) -> str:
+        """How it reads, for a person."""
+        return self.files.how
+
+    def counts(self) -> DiskCounts:
+        """Since the weights were loaded."""
+        stats = [x.stats() for x in self.layers]
+        return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of all tensors in an arena; of an expert's matrices, those in the first slot of the pool."""
+
+    tensors: dict[str, TensorInfo]
+    runs: tuple[tuple[int, int, int], ...]  # of weights.bin: from byte, to byte, where in the arena
+    pools: dict[int, tuple[int, int]]  # by stride: where its slots begin, how many there are
+    bytes: int
+
+
+def places(model: StoredModel, s: ExpertSplit) -> Places:
+    m = s.mixture
+    placed: dict[str, TensorInfo] = {}
+    runs: list[tuple[int, int, int]] = []
+    end = 0
+    for name in m.resident:
+        t = model.tensors[name]
+        placed[name] = replace(t, offset=end)
+        runs.append((t.offset, t.offset + t.bytes, end))
+        end += aligned(t.bytes)
+    for name in looked_up(m.spec, m.tensors):
+        t = model.tensors[name]
+        placed[name] = TensorInfo(t.format, (1, t.shape[1]), end, t.stride, t.stride)
+        end += aligned(t.stride)
+    pools: dict[int, tuple[int, int]] = {}
+    for stride in m.strides:
+        slots = m.passing + sum(n for i, n in s.slots.items() if m.records[i].stride == stride)
+        pools[stride] = end, slots
+        end += aligned(slots * stride)
+    for r in m.records.values():
+        for slab in r.slabs:
+            t, at = model.tensors[slab.tensor], pools[r.stride][0] + slab.at
+            placed[slab.tensor] = replace(t, shape=(1, *t.shape[1:]), offset=at, bytes=slab.bytes)
+    return Places(placed, tuple(runs), pools, end)
+
+
+def load(
+    model: StoredModel,
+    s: ExpertSplit,
+    *,
+    threads: int,
+    switches: int = 0,
+    progress: Progress | None = None,
+) -> tuple[LoadedWeights[CpuOps], ExpertStore]:
+    """Raises as `weights.load` does. `switches`: what the disk tier is to do without."""
+    ops, p = weights.new_ops(threads), places(model, s)
+    arena = blocks.new_arena(p.bytes, str(model.path))
+    tables = embedding_rows.in_arena(model, p.tensors, arena)
+    made = PackInMemory(model.spec, p.tensors, arena, ops, tables=tables)
+    grouped = frozenset(weights.faster_in_groups(made))
+    made, whole = replace(made, grouped=grouped), grouped & frozenset(s.mixture.resident)
+    come = model.read_runs(arena, p.runs, progress, whole, ops.native.group)
+    for name in sorted(whole - come):
+        ops.native.interleaved(arena, replace(made, grouped=()).all_rows(name))
+    assembled = weights.assemble(made, str(model.path))
+    try:
+        files = _files(model, s.mixture)
+        layers = _experts(made, model, s, p, files, switches)
+        for x in layers.values():
+            x.load(threads)
+    except _native.DiskError as e:
+        raise disk_error(e) from None
+    arena.gather_pages()
+    filled = Filled.of(arena, ((to, to + end - begin) for begin, end, to in p.runs))
+    store = ExpertStore(files, tuple(layers.values()))
+    return LoadedWeights(_with_disk(assembled, layers), ops, s.bytes, filled), store
+
+
+def _files(model: StoredModel, m: Mixture) -> _native.ExpertFiles:
+    """Open the files that experts lie in. Raises IOFailure."""
+    parts = [(str(path), state) for path, state in model.parts]
+    try:
+        return _native.ExpertFiles(parts, depth=m.depth, piece_bytes=m.piece_bytes)
+    except OSError as e:
+        raise IOFailure(f"{e.filename or model.path}: cannot open: {e.strerror or e}") from None
+
+
+def _experts(
+    made: PackInMemory,
+    model: StoredModel,
+    s: ExpertSplit,
+    p: Places,
+    files: _native.ExpertFiles,
+    switches: int,
+) -> dict[int, _native.DiskExperts]:
+    """Return the experts of each layer that has some, with the slots that `ExpertSplit` gives them."""
+    passing = s.mixture.passing
+    pools = {
+        stride: _native.SlotPool(made.arena, at, stride, slots, passing)
+        for stride, (at, slots) in p.pools.items()
+    }
+    found = {}
+    for i, r in s.mixture.records.items():
+        rows = [_rows(model, r, e) for e in range(model.spec.n_experts)]
+        runs = [[_run(made, slab, f) for slab, f in each] for each in rows]
+        names = [f"{model.path}: {slab.tensor}" for slab, _ in rows[0]]
+        planar = all(f.planar for _, f in rows[0])
+        found[i] = _native.DiskExperts(
+            pools[r.stride], files, runs, s.slots[i], names, planar=planar, disable=switches
+        )
+    return found
+
+
+def _rows(model: StoredModel, r: Record, expert: int) -> list[tuple[Slab, FileRows]]:
+    """Return where an expert's rows are, and where they go to in a slot."""
+    every = ((x, model.file_rows(x.tensor, expert * x.rows, x.rows, x.at)) for x in r.slabs)
+    return [(x, f) for x, found in every for f in found]
+
+
+def _run(made: PackInMemory, slab: Slab, f: FileRows) -> _native._RowRun:
+    """Return rows as native code takes them, in groups where the CPU is faster so."""
+    group, lane = 1, 0
+    if slab.tensor in made.grouped:
+        group = made.ops.native.group
+        lane = (f.to - slab.at) // f.stride % group
+    return f.format, f.columns, f.part, f.at, f.rows, f.to, f.stride, f.order, group, lane
+
+
+def _with_disk(made: Weights, layers: dict[int, _native.DiskExperts]) -> Weights:
+    placed = (replace(x, experts_on_disk=layers.get(i)) for i, x in enumerate(made.layers))
+    return replace(made, layers=tuple(placed))
