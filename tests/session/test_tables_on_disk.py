@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,6 +157,14 @@ def test_what_is_planned_is_what_runs(name: str, tmp_path: Path) -> None:
     assert made_plan.placement.tables == placement.tables == CASES[name][3]
     assert made_plan.placement.bytes == placement.bytes
     assert any("a row is read from disk" in note for note in made_plan.notes)
+
+
+@pytest.mark.parametrize("name", ["pack, per layer", "f16, per layer", "pack, embedding"])
+def test_inspect_says_what_stays_on_disk(name: str, tmp_path: Path, thermocline: Any) -> None:
+    path = made(name, tmp_path).path
+    tables = [table for table in CASES[name][3] if table == PER_LAYER]
+    assert json.loads(thermocline("inspect", path, "--json").out)["tables"] == tables
+    assert ("of which a token reads a row" in thermocline("inspect", path).out) == bool(tables)
 
 
 # ---- faults

@@ -16,13 +16,7 @@ from typing import Any
 import numpy as np
 
 from thermocline.convert.random_weights.source import RandomWeights
-from thermocline.convert.synthetic_weights import (
-    ACTIVE,
-    SKEW,
-    SyntheticRouting,
-    SyntheticSparsity,
-    WeightStatistics,
-)
+from thermocline.convert.synthetic_weights import ACTIVE, SKEW, SyntheticRouting, SyntheticSparsity, WeightStatistics
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, read_small
 from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_config_json

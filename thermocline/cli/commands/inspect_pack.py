@@ -59,10 +59,10 @@ def run_as(path: Path) -> dict[str, Any]:
     try:
         found = open_gguf(path)
     except ThermoclineError as e:
-        return {"in_place": None, "why_packed": str(e), "experts": None}
+        return {"in_place": None, "why_packed": str(e), "experts": None, "tables": []}
     if isinstance(found, str):
-        return {"in_place": False, "why_packed": found, "experts": None}
-    return {"in_place": True, "why_packed": None, "experts": experts_of(found)}
+        return {"in_place": False, "why_packed": found, "experts": None, "tables": []}
+    return {"in_place": True, "why_packed": None, "experts": experts_of(found), "tables": left_on_disk(found)}
 
 
 def experts_of(model: StoredModel) -> dict[str, int] | None:
@@ -77,9 +77,21 @@ def experts_of(model: StoredModel) -> dict[str, int] | None:
     return {"layers": len(m.records), "each": model.spec.n_experts, "expert_bytes": largest, "bytes": m.bytes}
 
 
+def left_on_disk(model: StoredModel) -> list[str]:
+    """Return the tables of which a session reads rows from disk, however much memory there is."""
+    from thermocline.plan.contents import tables_of
+
+    return list(tables_of(model)[0])
+
+
 def prepared(pack: Pack) -> dict[str, Any]:
-    """Return what `profile` and `train` left in a pack; null where they did not."""
-    return {"profile": _profiled(pack), "predictors": _trained(pack), "experts": experts_of(pack)}
+    """Return what `profile` and `train` left in a pack, null where they did not; what stays on disk."""
+    return {
+        "profile": _profiled(pack),
+        "predictors": _trained(pack),
+        "experts": experts_of(pack),
+        "tables": left_on_disk(pack),
+    }
 
 
 def _profiled(pack: Pack) -> dict[str, Any] | None:
@@ -122,7 +134,7 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     parts = about["parts"].items()
     rows += [(name, f"{size(p['bytes']):>10}  {p['parameters']:>14,} parameters") for name, p in parts]
-    rows += [("", ""), *_format_rows(about["formats"]), ("", "")]
+    rows += [*_table_rows(about), ("", ""), *_format_rows(about["formats"]), ("", "")]
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
@@ -130,6 +142,10 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [*sidecars, ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+def _table_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    return [("on disk", f"{name}, of which a token reads a row") for name in about.get("tables", ())]
 
 
 def _format_rows(formats: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
@@ -175,6 +191,7 @@ def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("predictors", f"{about['predictors']} layers, threshold {_plain(about['sparse_threshold'])}"),
         ("runs", _runs(about)),
         *_expert_rows(about["experts"]),
+        *_table_rows(about),
         ("", ""),
     ]
     return rows + _format_rows(about["types"])

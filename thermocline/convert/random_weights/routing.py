@@ -46,9 +46,7 @@ def planted(stats: WeightStatistics, name: str, plain: Matrix) -> Matrix:
             return Matrix(plain.sd, silent=(0, blocks - 2, blocks - 1))
         case "down.weight":
             each = range(0, stats.spec.ffn(layer).experts * blocks, blocks)
-            return Matrix(
-                plain.sd, silent=tuple(b for e in each for b in (e, e + blocks - 2, e + blocks - 1))
-            )
+            return Matrix(plain.sd, silent=tuple(b for e in each for b in (e, e + blocks - 2, e + blocks - 1)))
         case "router.weight":
             return _router(stats, layer)
         case "qkv.weight" | "q.weight" | "q_a.weight":
