@@ -25,7 +25,7 @@ from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.convert.synthetic_weights import WeightStatistics
 from thermocline.engine.decoder import bind, forward
 from thermocline.engine.engine import Engine, EngineSettings
-from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for
+from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
 from thermocline.engine.state_pool import NONE, StatePool, states_in_ram
 from thermocline.model.spec import Latent, ModelSpec, Recurrent, check_spec
 from thermocline.ops import device_sizes, reference, torch_kernels
@@ -34,7 +34,7 @@ from thermocline.ops.device import StandIn
 from thermocline.ops.device_ffn import PartQueue, pairs_of
 from thermocline.ops.device_layers import Binder, DeviceMixer
 from thermocline.ops.device_sizes import StepLimits, device_bytes, host_bytes
-from thermocline.ops.gpu import GpuOps, states_on
+from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, Batch, FFNStats, Weights
 from thermocline.ops.mixing.recurrent import MixerQueue
 from thermocline.pack.pack import Pack
@@ -79,15 +79,14 @@ LATENT = replace(
 )
 
 
-def states_of(places: Placement | None) -> Any:
-    """Return where states of layers lie: a `StatePool`'s storage."""
+def states_of(model: Any, ops: Any) -> dict[int, F32]:
+    """Return states of the layers that have some, where they are computed."""
 
     def made(layer: int, slots: int, floats: int) -> F32:
-        if places is None or places.layers[layer].attention == "cpu":
-            return states_in_ram(layer, slots, floats)
-        return states_on(StandIn(), slots, floats)
+        own = None if ops is reference else ops.states(model.mixers[layer], slots, floats)
+        return states_in_ram(layer, slots, floats) if own is None else own
 
-    return made
+    return StatePool(model.spec, 1, made).layers
 
 
 def logits(
@@ -95,16 +94,16 @@ def logits(
 ) -> F32:
     """As test_gpu's, with states: every step reads one slot and writes the other."""
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
-    where = {} if places is None else {"storage": storage(places)}
-    model, kv, out = bind(spec, w, ops), KVCache(spec, blocks_for(TOKENS), **where), []
-    pool = StatePool(spec, 1, states_of(places))
+    where = in_ram if places is None else storage(places)
+    model, kv, out = bind(spec, w, ops), KVCache(spec, blocks_for(TOKENS), storage=where), []
+    states = states_of(model, ops)
     table, slot = np.arange(blocks_for(TOKENS), dtype=np.int32)[None], np.array([NONE], np.int32)
     for start in range(0, TOKENS, chunk):
         at = np.arange(start, min(TOKENS, start + chunk), dtype=np.int32)
         after = (slot + 1) % 2
         every = np.arange(len(at), dtype=np.int32)
         batch = Batch(ids[at], at, np.zeros_like(at), table, every, None, slot, after)
-        how: dict[str, Any] = {"sparsity": "exact", "stats": FFNStats(), "states": pool.layers}
+        how: dict[str, Any] = {"sparsity": "exact", "stats": FFNStats(), "states": states}
         out.append(forward(model, kv, batch, ops, **how))
         slot = after
     return np.concatenate(out)
@@ -155,12 +154,12 @@ def test_a_mixers_kernels_are_the_reference(name: str, kernels: Kernels) -> None
     spec = test_mixers.SPECS[name]
 
     def matrix(seed: int, rows: int, cols: int) -> F32:
-        return (normal(seed, rows, cols) / np.sqrt(cols)).astype(np.float32)
+        return normal(seed, rows, cols) / np.float32(np.sqrt(cols))
 
     made = test_mixers.mixer(spec, matrix)
     layer = test_mixers.layer_of(made)
     names = recurrent_toy.MATRICES & vars(made).keys()
-    on_device = {n: kernels.rows("f32", getattr(made, n))[0] for n in names}
+    on_device: dict[str, Any] = {n: kernels.rows("f32", getattr(made, n))[0] for n in names}
     device, limits = Direct(kernels.device), StepLimits(40, 5, 64, BLOCK)
     b = Binder((device,), CpuOps(1), spec).mixer(spec, replace(layer, mixer=replace(made, **on_device)))
     assert isinstance(b, DeviceMixer) and b.norm_before is not None
@@ -262,7 +261,7 @@ def test_an_engines_requests_get_the_tokens_of_the_cpu(kind: str, seed: int, sta
     places = placements.some(spec, 1) if seed else placements.whole(spec)
     alone = Lab(CpuOps(2), in_arenas(weights_of(spec), "f32"), True, spec)
     lab, params = lab_of(spec, stand_in, places), dataclasses.replace(GREEDY, max_tokens=8)
-    e = lab.engine(max_batch=4, prefill_chunk=33, storage=storage(places), states=states_of(places))
+    e = lab.engine(max_batch=4, prefill_chunk=33, storage=storage(places))
     ids = prompt(3, 100)
     for prompts in ([ids[:40], prompt(1, 5), prompt(2, 33)], [ids, [*ids[:64], 7, 8]], [[*ids, 5]]):
         requests = [e.submit(p, params) for p in prompts]
@@ -281,7 +280,7 @@ def test_a_step_that_is_given_up_changes_no_state(
     places = placements.whole(spec)
     ops, w = gpu_ops(stand_in, spec), placed(weights_of(spec), places)
     model, kv = bind(spec, w, ops), KVCache(spec, 2, storage=storage(places))
-    states = StatePool(spec, 1, states_of(places)).layers
+    states = states_of(model, ops)
 
     def step(position: int, before: int, after: int) -> F32:
         at = np.array([position], np.int32)
@@ -295,13 +294,13 @@ def test_a_step_that_is_given_up_changes_no_state(
 
     step(0, NONE, 0)
     first = [step(1, 0, 1), step(2, 1, 2)]
-    kept = {i: x[0].clone() for i, x in states.items()}  # type: ignore[attr-defined]
+    kept = {i: np.array(x[0].tolist()) for i, x in states.items()}
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(StandIn, "wait", interrupted)
             step(1, 0, 3)
         assert np.array_equal(step(1, 0, 1), first[0]) and np.array_equal(step(2, 1, 2), first[1])
-    assert all(bool((x[0] == kept[i]).all()) for i, x in states.items())
+    assert all(np.array_equal(np.array(x[0].tolist()), kept[i]) for i, x in states.items())
 
 
 @pytest.mark.parametrize("name", ["deltanet", "alone", "latent"])
@@ -317,8 +316,7 @@ def test_a_session_plans_all_that_is_kept_to_the_byte(name: str, tmp_path: Path)
     assert {x.attention for x in decision.placement.layers} == {"gpu:0"}
     opened = gpu_loading.opened(pack, decision, gpus, None, None, threads=2, max_batch=3, progress=None)
     settings = EngineSettings(context=64, max_batch=3, kv_tokens=decision.placement.kv_tokens)
-    how = {"storage": opened.storage, "states": opened.states}
-    e = Engine(spec, opened.loaded.weights, opened.loaded.ops, settings, **how)  # type: ignore[arg-type]
+    e = Engine(spec, opened.loaded.weights, opened.loaded.ops, settings, storage=opened.storage)
     taken = decision.placement.bytes["gpu:0"]
     assert e.kv.nbytes == taken["keys and values"]
     assert (0 if e.kv.states is None else e.kv.states.nbytes) == taken.get("recurrent states", 0)

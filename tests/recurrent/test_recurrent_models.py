@@ -308,8 +308,8 @@ def test_a_pack_says_the_spec_again(name: str, twin: Callable[[str], Path], tmp_
 def test_a_gpu_computes_what_is_theirs_alone(name: str, twin: Callable[[str], Path]) -> None:
     """What is left is said of other models, too."""
     spec = families.read_config(twin(name))[0]
-    others = {"shared_dim": 0, "shared_gate": False, "dense_layers": (), "dense_dim": 0}
-    assert without_gpu_ops(replace(spec, **others, attention_gate=False)) is None
+    others: dict[str, Any] = {"shared_dim": 0, "shared_gate": False, "dense_layers": (), "dense_dim": 0}
+    assert without_gpu_ops(replace(spec, **others, attention_gate=False, rope_layers=None)) is None
 
 
 SPEC = ModelSpec(

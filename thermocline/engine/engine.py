@@ -21,7 +21,7 @@ from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
-from thermocline.engine.state_pool import StatePool, StateStorage, states_in_ram
+from thermocline.engine.state_pool import StatePool, states_in_ram
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
@@ -122,12 +122,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         disk: Callable[[], DiskCounts] | None = None,
         storage: Storage = in_ram,
-        states: StateStorage = states_in_ram,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make an engine over weights that are read. `disk`: counts its reads, if it has some neurons.
 
-        `storage`: as `KVCache`'s; `states`: as `StatePool`'s. `clock`: seconds; no answer depends on it.
+        `storage`: as `KVCache`'s. `clock`: seconds; no answer depends on it.
         """
         context, max_batch, chunk = settings.context, settings.max_batch, settings.prefill_chunk
         kv_tokens = context * max_batch if settings.kv_tokens is None else settings.kv_tokens
@@ -140,7 +139,7 @@ class Engine:
         blocks = block_counts(spec, kv_tokens, context, chunk)
         self.kv = KVCache(spec, *blocks, chunk=chunk, types=settings.cache, storage=storage)
         if spec.recurrent is not None:
-            self.kv.keep_states(StatePool(spec, max_batch, states))
+            self.kv.keep_states(StatePool(spec, max_batch, self._states))
         self.traffic = Traffic.of(spec, weights, settings.cache)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
@@ -150,6 +149,13 @@ class Engine:
         self.computing = False  # in `forward`: an exception there costs the step and nothing else
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+
+    def _states(self, layer: int, slots: int, floats: int) -> F32:
+        """Allocate a layer's states where it is computed."""
+        mixer = self.model.mixers[layer]
+        assert mixer is not None, "no state is kept of this layer"
+        own = self.ops.states(mixer, slots, floats)
+        return states_in_ram(layer, slots, floats) if own is None else own
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None

@@ -145,6 +145,9 @@ class CpuOps:
             norm_eps=spec.norm_eps,
         )
 
+    def states(self, bound: _native.Mixer, slots: int, floats: int) -> None:
+        """Leave them in RAM."""
+
     def mixer_add(self, x: F32, h: F32, bound: _native.Mixer, step: _native.Step, states: F32) -> None:
         self.native.mixer_add(x, h, bound, step, states)
 

@@ -78,11 +78,6 @@ def pages_on(device: Device, shape: KVShape) -> KVLayer:
     return KVLayer(shape, cast("F16", k), cast("F16", v))  # the GPU's ops alone read it
 
 
-def states_on(device: Device, slots: int, floats: int) -> F32:
-    """Allocate a recurrent layer's states."""
-    return cast("F32", device.zeros((slots, floats), torch.float32))  # the GPU's ops alone read it
-
-
 class Hidden:
     """[tokens, dim], in the device's memory or in RAM; its buffers go back when nobody holds it."""
 
@@ -436,8 +431,13 @@ class GpuOps:
         """Return the start of a buffer as [tokens, width]: layers differ in their heads."""
         return self._pairs[name][0].view(-1)[: tokens * width].view(tokens, width)
 
+    def states(self, bound: BoundMixer, slots: int, floats: int) -> F32 | None:
+        if not isinstance(bound, DeviceMixer):
+            return None
+        return cast("F32", self.device.zeros((slots, floats), torch.float32))  # these ops alone read it
+
     def mixer_add(self, x: Hidden, h: Hidden, b: BoundMixer, step: DeviceStep, states: F32) -> None:
-        """`states`: of the layer, where `states_on` made them."""
+        """`states`: of the layer, as `states` made them."""
         if not isinstance(b, DeviceMixer):
             self._to_host(x)
             self._to_host(h)

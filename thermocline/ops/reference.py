@@ -401,6 +401,10 @@ def bind_mixer(spec: ModelSpec, layer: Layer) -> Bound:
     return Bound(spec, None, layer)
 
 
+def states(bound: Bound, slots: int, floats: int) -> None:
+    """They are in RAM."""
+
+
 def mixer_add(x: F32, h: F32, bound: Bound, step: Step, states: F32) -> None:
     """x += residual_scale * mixer(norm(h)), in place: each sequence from its state to its next one.
 

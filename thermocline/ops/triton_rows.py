@@ -155,8 +155,8 @@ def gate_up_few(
     a = tl.where(wanted[None, :] & going, activation(y, threshold, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
-        more = UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN
-        u = dots(up, row, opened, up_stride, columns, x, tokens, columns, *more)
+        u = dots(up, row, opened, up_stride, columns, x, tokens, columns,
+                 UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)  # fmt: skip
         u = activation(u, 0.0, "relu") if UP_RELU else u
         a = tl.where(opened[None, :] & going, a * u, 0.0)
     active = (a != 0).to(tl.int32)

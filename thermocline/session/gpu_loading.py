@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from thermocline.engine.kv_cache import in_ram
-from thermocline.engine.state_pool import states_in_ram
-from thermocline.ops.gpu import GpuOps, pages_on, states_on
-from thermocline.ops.interface import CPU, F32, KVLayer, KVShape, opaque
+from thermocline.ops.gpu import GpuOps, pages_on
+from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
 from thermocline.session.gpu_weights import load, load_in_part
@@ -56,9 +55,4 @@ def opened(
             return in_ram(layer, shape)
         return pages_on(devices[0], shape)
 
-    def states(layer: int, slots: int, floats: int) -> F32:
-        if placement.layers[layer].attention == CPU:
-            return states_in_ram(layer, slots, floats)
-        return states_on(devices[0], slots, floats)
-
-    return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage, states)
+    return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage)

@@ -155,7 +155,6 @@ class Session:
                 ),
                 tokenizer=tokenizer,
                 storage=opened.storage,
-                states=opened.states,
                 disk=None if opened.store is None else opened.store.counts,
             )
         return self._engine

@@ -13,7 +13,6 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.engine.kv_cache import Storage, in_ram
-from thermocline.engine.state_pool import StateStorage, states_in_ram
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
@@ -143,7 +142,6 @@ class Opened:
     loaded: LoadedWeights[OpaqueOps]
     store: OnDisk | None = None  # where neurons or experts come from disk
     storage: Storage = in_ram  # of keys and values
-    states: StateStorage = states_in_ram
 
 
 def load(

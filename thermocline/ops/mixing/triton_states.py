@@ -22,7 +22,7 @@ def softplus(x):
 
 @triton.jit
 def taken(x, row, columns, channels, i, ok, ALONE: tl.constexpr):
-    """What a row brings to the convolution: x, or B times x of [B, C, x]."""
+    """A row's input to the convolution: x, or B times x of [B, C, x]."""
     at = x + row.to(tl.int64) * columns + i
     y = tl.load(at, mask=ok, other=0)
     if ALONE:
