@@ -1,6 +1,8 @@
 """Compare chat templates with transformers, and read back the calls that they write.
 
 Each DIR/*.jinja renders 20 conversations here and in transformers: the texts must be equal, or both refuse.
+One difference is ours: where a template joins `safe` text and other text, jinja2 writes the other one with
+HTML's escapes (Functionary 3.1). No model was trained on these, and none are written here.
 Then an answer that calls functions is rendered, and the answer parser must find the same calls in it.
 
     python scripts/chat_templates.py DIR
@@ -11,6 +13,7 @@ It needs transformers and the package itself.
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import sys
 import tempfile
@@ -140,7 +143,7 @@ def read_back(template: ChatTemplate, source: str) -> str:
     answer = text[begin:]
     if form is not None:  # the special token behind a call is no text
         answer = answer[: answer.rfind(form.closes or "}") + len(form.closes or "}")]
-        answer += "]" * (form.in_list or form.signs == ("<|tool_call|>",))
+        answer += "]" * (form.closes is None and form.written.all is not None)
     parts = parser_of(format, tools={"get_weather": PARAMETERS}, thinking=False)
     calls = [p for p in (*parts.push(answer), *parts.flush()) if isinstance(p, Call)]
     found = [(c.name, json.loads(c.arguments)) for c in calls]
@@ -169,8 +172,9 @@ def main() -> int:
         template = ChatTemplate(path, tokenizer, source)
         for name, messages, variables in conversations():
             want, got = theirs(them, source, messages, variables), ours(template, messages, variables)
-            equal, refused = equal + (want == got), refused + (want is None and got is None)
-            differs += [] if want == got else [name]
+            same = want == got or (want is not None and html.unescape(want) == got)
+            equal, refused = equal + same, refused + (want is None and got is None)
+            differs += [] if same else [name]
         calls = read_back(template, source)
         template.close()
         wrong += bool(differs) + (calls.startswith("found"))

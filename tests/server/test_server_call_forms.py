@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -13,9 +14,6 @@ from test_server_answer_parser import pieces_of, shown
 from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.api.parsing.call_forms import FORMS, HERMES
 from thermocline.server.api.parsing.harmony import parser_of
-from thermocline.server.api.schema import ChatRequest
-from thermocline.server.api.tools import Offer
-from thermocline.server.http.refusal import Refusal
 
 ADD = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}
 SCHEMAS = {"add": ADD, "f.g": {}}
@@ -57,7 +55,7 @@ CASES: dict[str, tuple[str, str, str]] = {
                       "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
                       "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f.g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
                       "<｜tool▁calls▁end｜>"),
-    "deepseek r1": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+    "deepseek r1": ("<｜tool▁calls▁begin｜> ```json", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
                     f"```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
                     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f.g\n```json\n{}\n```"
                     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
@@ -78,6 +76,31 @@ CASES: dict[str, tuple[str, str, str]] = {
 <parameter=c>[{{"d": true}}]</parameter>
 </function>
 </seed:tool_call>""", ""),
+    "deepseek v3.2": ("｜DSML｜ function_calls>", f"""<｜DSML｜function_calls>
+<｜DSML｜invoke name="add">
+<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
+<｜DSML｜parameter name="b" string="true">{WANT['b']}</｜DSML｜parameter>
+<｜DSML｜parameter name="c" string="false">[{{"d": true}}]</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>""", '<｜DSML｜function_calls><｜DSML｜invoke name="f.g">\n</｜DSML｜invoke></｜DSML｜function_calls>'),
+    "deepseek v4": ("｜DSML｜ tool_calls>", f"""<｜DSML｜tool_calls>
+<｜DSML｜invoke name="add">
+<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
+<｜DSML｜parameter name="b" string="true">{WANT['b']}</｜DSML｜parameter>
+<｜DSML｜parameter name="c" string="false">[{{"d": true}}]</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>""", '<｜DSML｜tool_calls><｜DSML｜invoke name="f.g">\n</｜DSML｜invoke></｜DSML｜tool_calls>'),
+    "gigachat": ("<|role_sep|> <|function_call|>", f'<|function_call|>{{"name": "add", "arguments": {JSON}}}', ""),
+    "command r+": ("Action: ```json tool_name", f"""Action:
+```json
+[
+    {{
+        "tool_name": "add",
+        "parameters": {JSON}
+    }}
+]```""", 'Action:\n```json\n[{"tool_name": "f.g", "parameters": {}}\n]```'),
+    "functionary": ("<function= </function> <|python_tag|>", f"<function=add>{JSON}</function>",
+                    "<function=f.g>{}</function>"),
     "hermes": ("<tool_call>", f'<tool_call>\n{{"name": "add", "arguments": {JSON}}}\n</tool_call>',
                '<tool_call>{"name": "f.g", "arguments": {}}</tool_call>'),
 }  # fmt: skip
@@ -119,7 +142,7 @@ def test_each_template_has_the_form_that_it_writes() -> None:
         form = AnswerFormat.of(f"{{{{ tools }}}} {template}").call
         assert form is not None and set(form.signs) <= set(template.split())
     assert AnswerFormat.of("<tool_call>").call is HERMES
-    assert len({id(f.read) for f in FORMS}) == 9
+    assert len({id(f.read) for f in FORMS}) == 12
 
 
 @pytest.mark.parametrize(
@@ -168,14 +191,51 @@ def test_ids_are_what_mistrals_templates_take() -> None:
     assert not isinstance(call, tuple) and len(call.id) == 9 and call.id.isalnum()
 
 
-def test_conditions_need_a_form_that_a_grammar_can_write() -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    asked = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": tools}
-    for name, (template, _, _) in CASES.items():
-        r = ChatRequest.model_validate(asked | {"tool_choice": "required"})
-        if name == "hermes":
-            assert Offer.of(r, AnswerFormat.of(template)).must
-            continue
-        with pytest.raises(Refusal, match="cannot be enforced"):
-            Offer.of(r, AnswerFormat.of(template))
-        assert Offer.of(ChatRequest.model_validate(asked), AnswerFormat.of(template)).shown
+def test_a_call_keeps_the_id_that_its_familys_template_wants_again() -> None:
+    def ids(name: str, text: str) -> list[str]:
+        parts = parser_of(AnswerFormat.of(CASES[name][0]), tools=SCHEMAS, thinking=False)
+        return [p.id for p in pieces_of(parts, text, 11) if not isinstance(p, tuple)]
+
+    assert ids("kimi", CASES["kimi"][1] + CASES["kimi"][2]) == ["functions.add:0", "functions.f.g:1"]
+    assert ids("mistral", CASES["mistral"][1]) == ["abcdefghi"]
+    (new,) = ids("mistral", "[TOOL_CALLS]add[CALL_ID]no[ARGS]{}")
+    assert len(new) == 9 and new.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("null", None), ("5", "5"), ("x", "x"), ("true", True), ("[1]", "[1]"), ('"a"', '"a"')],
+)
+def test_a_text_that_may_be_something_else_is_that_where_it_is_written_so(text: str, value: Any) -> None:
+    kinds = {"a": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": ["null", "boolean"]}]}}
+    tools = {"add": {"properties": kinds, "$defs": {"t": {"type": "string"}}}}
+    call = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    assert read(CASES["qwen3.5"][0], call, tools=tools) == [("add", {"a": value})]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_borders_change_nothing(name: str) -> None:
+    """A stream of any answer, calls or not, says what the whole does."""
+    template, one, another = CASES[name]
+    draw = random.Random(name)
+    for _ in range(40):
+        parts = [
+            draw.choice([one, another, "Well. ", "<", one[: draw.randrange(len(one))]]) for _ in range(4)
+        ]
+        text = "".join(parts)
+        whole = read(template, text, len(text) + 1)
+        pieces: list[Any] = []
+        parser = parser_of(AnswerFormat.of(template), tools=SCHEMAS, thinking=False)
+        at = 0
+        while at < len(text):
+            size = draw.choice([1, 2, 3, 10, 50])
+            pieces += parser.push(text[at : at + size])
+            at += size
+        pieces += parser.flush()
+        joined: list[Any] = []
+        for kind, said in shown(pieces):
+            if kind == "content" and joined and joined[-1][0] == "content":
+                joined[-1] = (kind, joined[-1][1] + said)
+            else:
+                joined.append((kind, json.loads(said) if kind in SCHEMAS else said))
+        assert joined == whole, text

@@ -13,9 +13,7 @@ from thermocline.engine.request import Chunk
 from thermocline.server.api import conversation, schema
 from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Piece
 from thermocline.server.api.parsing.harmony import HarmonyParser, parser_of
-from thermocline.server.api.tools import Offer
 from thermocline.server.http.limits import ServerLimits
-from thermocline.server.http.refusal import Refusal
 
 TEMPLATE = "<|start|>assistant<|channel|>analysis<|message|>{{ tools }}<|call|>"
 THOUGHT = "<|channel|>analysis<|message|>Let me <b>see</b>.<|end|>"
@@ -73,21 +71,6 @@ def test_only_a_template_with_channels_is_harmony() -> None:
     parser = parser_of(phi, tools=None, thinking=False)
     assert isinstance(parser, AnswerParser)
     assert "<|end|>" not in parser.marks and "<|end|>" in HarmonyParser.marks
-
-
-def request(**more: Any) -> schema.ChatRequest:
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    said = [{"role": "user", "content": "1 + 1?"}]
-    return schema.ChatRequest.model_validate({"messages": said, "tools": [tool]} | more)
-
-
-@pytest.mark.parametrize(
-    "more", [{"tool_choice": "required"}, {"parallel_tool_calls": False}], ids=["required", "one at a time"]
-)
-def test_conditions_on_calls_that_nothing_enforces_are_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(Refusal, match="cannot be enforced"):
-        Offer.of(request(**more), AnswerFormat.of(TEMPLATE))
-    assert Offer.of(request(), AnswerFormat.of(TEMPLATE)).shown
 
 
 def test_a_thought_or_a_text_before_a_call_goes_back_to_the_template() -> None:

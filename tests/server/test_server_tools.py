@@ -26,6 +26,7 @@ TEMPLATES = {
     "mistral": SHOW + "{# [TOOL_CALLS] #}",
     "llama": SHOW + '{# {"name": ..., "parameters": ...} #}',
     "thinks": HERMES + "{# <think> #}",
+    "coder": HERMES + "{# <function= #}",
 }
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 POINT: dict[str, Any] = {

@@ -19,7 +19,7 @@ from test_tokenizer import KINDS, SPEC
 
 from thermocline import LLM, Completion, Grammar, SamplingParams, Unsupported, UsageError
 from thermocline.text import grammar_matcher
-from thermocline.text.grammar import MAX_BYTES, Calls, Thought
+from thermocline.text.grammar import MAX_BYTES, Calls, CallText, Thought
 from thermocline.text.grammar_matcher import GrammarConstraint, Grammars, check
 from thermocline.text.tokenizer import Tokenizer
 
@@ -222,7 +222,8 @@ def test_an_answers_marks_may_be_control_tokens_and_then_nothing_else_is(tmp_pat
     """Mistral's [TOOL_CALLS] is one, many a <think> too. What only spells one out is left out."""
     tok = Tokenizer(KINDS["byte_level"](tmp_path), dataclasses.replace(SPEC, eos_ids=()))
     functions = (("f", {"type": "object", "additionalProperties": False}),)
-    calls = Calls(functions, "<s>", "", "arguments", in_list=True, several=False)
+    in_list = CallText('{"name":$string,"arguments":$arguments}', "[$calls]", ",")
+    calls = Calls(functions, "<s>", "", in_list, several=False)
     grammars, thought = Grammars(tok), Thought("<t>", "</s>", begun=True)
 
     def taken(g: Grammar, *parts: str | int) -> bool:

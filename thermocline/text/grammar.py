@@ -49,15 +49,43 @@ class Thought:
 
 
 @dataclass(frozen=True)
+class Notation:
+    """How a form writes arguments one by one, with `$key` and `$value`; `~` may be whitespace.
+
+    `$is_text` is "true" or "false". Texts are between `quotes`: if these are empty, a text goes on to what
+    follows `$value`. Other values are JSON, unless the notation is `deep`: then it holds within lists and
+    objects, too.
+    """
+
+    argument: str
+    between: str = ""  # arguments
+    quotes: tuple[str, str] | None = ("", "")  # None: texts are JSON
+    deep: bool = False
+
+
+@dataclass(frozen=True)
+class CallText:
+    """How a form writes calls: text with `$name`, `$arguments`; `~` may be whitespace.
+
+    `$string` is the name as JSON, `$digits` a number, `$id` nine letters and digits, as new ids are.
+    """
+
+    call: str
+    all: str | None = None  # calls that are between one pair of marks, as `$calls`; None: each has its own
+    between: str = "~"  # calls
+    notation: Notation | None = None  # None: arguments are a JSON object
+
+
+@dataclass(frozen=True)
 class Calls:
-    """Calls of functions as a chat template writes them: `{"name": ..., ARGUMENTS: {...}}` between marks."""
+    """Calls of functions as a chat template writes them."""
 
     functions: tuple[tuple[str, Mapping[str, Any]], ...]  # name and the JSON schema of its arguments
-    opens: str  # may be empty: then a call is just the object
+    opens: str  # may be empty: then a call is the whole answer
     closes: str
-    arguments: str  # the key of the arguments
-    in_list: bool  # all calls are in one list, with one mark
+    written: CallText
     several: bool
+    before_text: str = ""  # an answer without calls
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """Translate grammars for llguidance, and try one out in a process that can be killed.
 
 `grammar_matcher.py` sends a kind and a text. The answer is the grammar's error, or nothing if it is usable.
-Besides `confinement.py` this file imports nothing of the package, so that the process starts in milliseconds.
+It imports little of the package, so that the process starts in milliseconds.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from thermocline.text.call_grammar import JSON, Rules, calls_rule, regex
 from thermocline.text.confinement import Bounds, serve
 
 SECONDS = 1.0  # of processor time
@@ -21,13 +21,6 @@ STACK_BYTES = 1 << 20  # an eighth of an engine thread's stack, so what works he
 MEMORY_BYTES = 1 << 30
 WALKS, STEPS = 4, 100  # random texts that the grammar allows, and their length in bytes
 BYTES = 256
-# Whitespace as people write JSON, but bounded. These override a schema's own "x-guidance".
-JSON = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"( |\n[ \t]{0,20})",
-    "lenient": False,
-    "coerce_one_of": False,
-}
 
 
 def source(kind: str, text: str, controls: Mapping[str, int] | None = None) -> str:
@@ -56,78 +49,29 @@ class _Answer:
     """
 
     def __init__(self, answer_parts: Mapping[str, Any], controls: Mapping[str, int]) -> None:
-        self._parts, self._controls = answer_parts, controls
-        self._rules = [r"_WS: /( |\n[ \t]{0,20})/", r"_GAP: /[ \n]{1,4}/"]
+        self._parts, self._rules = answer_parts, Rules(controls)
 
     def lark(self) -> str:
         thought, calls, content = self._parts["thought"], self._parts["calls"], self._parts["content"]
-        begun = "" if thought is None else r"\s*" + _regex(thought["opens"])
+        before, rules = "" if calls is None else calls["before_text"], self._rules
+        begun = "" if thought is None or before else r"\s*" + regex(thought["opens"])
         ways = []
         if calls is not None:
-            free = content == "text" and calls["opens"]
-            opens = (
-                self._up_to("said", calls["opens"], begun) if free else f"_GAP? {self._mark(calls['opens'])}"
-            )
-            ways.append(f"{opens} {self._calls(calls)}")
+            free, opens = content == "text" and calls["opens"], calls["opens"]
+            said = rules.up_to("said", opens, begun) if free else f"_GAP? {rules.mark(opens)}"
+            ways.append(f"{said} {calls_rule(rules, calls)}")
         if content == "text":
-            call = "" if calls is None else ".*" + _regex(calls["opens"]) if calls["opens"] else r"\s*\{"
-            ways.append(self._text("TEXT", begun, call) + "?")
+            call = "" if calls is None or before else ".*" + regex(opens) if opens else r"\s*\{"
+            ways.append(f"{rules.mark(before)} {rules.text('TEXT', begun, call)}?")
         elif content is not None:
-            ways.append("_GAP? " + self._json("content", content))
+            ways.append(f"_GAP? {rules.mark(before)} {rules.json('content', content)}")
         start = f"({' | '.join(ways)})"
         if thought is not None:
-            rest = self._up_to("thought", thought["closes"]) + " _GAP?"
+            rest = rules.up_to("thought", thought["closes"]) + " _GAP?"
             start = (
-                f"{rest} {start}" if thought["begun"] else f"({self._mark(thought['opens'])} {rest})? {start}"
+                f"{rest} {start}" if thought["begun"] else f"({rules.mark(thought['opens'])} {rest})? {start}"
             )
-        return "\n".join([f"start: {start}", *self._rules])
-
-    def _calls(self, calls: Mapping[str, Any]) -> str:
-        """Return a rule for everything after the mark that opens the first call."""
-        colon = '_WS? ":" _WS?'
-        for i, (f, parameters) in enumerate(calls["functions"]):
-            name, key = _literal(f), _literal(calls["arguments"])
-            self._rules.append(f'f{i}: {name} _WS? "," _WS? {key} {colon} a{i}')
-            self._json(f"a{i}", parameters)
-        any_ = " | ".join(f"f{i}" for i in range(len(calls["functions"])))
-        self._rules.append(f'call: "{{" _WS? {_literal("name")} {colon} ({any_}) _WS? "}}"')
-        several, opens, closes = calls["several"], self._mark(calls["opens"]), self._mark(calls["closes"])
-        if calls["in_list"]:
-            more = '(_WS? "," _WS? call)*' if several else ""
-            return f'_GAP? "[" _WS? call {more} _WS? "]"'
-        one = f"_GAP? call _GAP? {closes}" if closes else "call"
-        return f"{one} (_GAP? {opens} {one})* _GAP?" if several else one
-
-    def _mark(self, name: str) -> str:
-        return f"<[{self._controls[name]}]>" if name in self._controls else json.dumps(name) if name else ""
-
-    def _up_to(self, rule: str, mark: str, *foreign: str) -> str:
-        """Return a rule for text, maybe empty, and the mark that ends it."""
-        if mark in self._controls:
-            return f"{self._text(rule.upper(), *foreign, '.*' + _regex(mark))}? {self._mark(mark)}"
-        self._rules.append(
-            f"{rule}[suffix={json.dumps(mark)}]: {self._text(rule.upper(), *foreign, least='*')}"
-        )
-        return rule
-
-    def _text(self, name: str, *foreign: str, least: str = "+") -> str:
-        """Add a terminal for text that begins with none of `foreign`; return its name."""
-        but = f" & ~/(?s:({'|'.join(filter(None, foreign))}).*)/" if any(foreign) else ""
-        self._rules.append(f"{name}: /(?s:.{least})/{but}")
-        return name
-
-    def _json(self, rule: str, schema: Mapping[str, Any]) -> str:
-        self._rules.append(f"{rule}: %json {json.dumps({**schema, 'x-guidance': JSON})}")
-        return rule
-
-
-def _literal(key: str) -> str:
-    """Return a JSON string as a literal of Lark."""
-    return json.dumps(json.dumps(key, ensure_ascii=False))
-
-
-def _regex(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+        return "\n".join([f"start: {start}", *rules.lines])
 
 
 def _schemas(answer_parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

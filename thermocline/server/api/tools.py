@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat
+from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.api.parsing.call_forms import Schemas
 from thermocline.server.api.schema import AllowedTools, ChatRequest, Function, NamedTool
 from thermocline.server.http.refusal import Refusal
-from thermocline.text.grammar import Grammar, Thought
+from thermocline.text.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,6 @@ class Offer:
             raise Refusal(400, f"tool_choice: {about}", param="tool_choice")
         may = [f for f in shown if f.name in names]
         asked = must or not several or len(may) < len(shown) or any(f.strict for f in may)
-        if asked and not format.enforceable:
-            about = "conditions on calls cannot be enforced in this model's form of calls; leave them out"
-            raise Refusal(400, f"tools: {about}", param="tools")
         return Offer(shown, may, must, several, asked)
 
 
@@ -77,13 +74,10 @@ def answer_grammar(
             )
             raise Refusal(400, f"grammar: {about}", param="grammar")
         return content
-    if not format.enforceable and offer.shown and content is not None:
-        about = "it cannot be combined with tools for this model; leave one out"
-        raise Refusal(400, f"response_format: {about}", param="response_format")
     tools = offer.asked or (bool(offer.shown) and content is not None)
-    if not tools and (content is None or format.think != THINK):
+    if not tools and (content is None or format.think is None):
         return content
-    thought = Thought(*THINK, begun=thinking) if format.think == THINK else None
+    thought = format.thought(begun=thinking)
     calls = None
     if tools:
         functions = [(f.name, _arguments(f, kept=offer.must or bool(f.strict))) for f in offer.callable]

@@ -12,7 +12,7 @@ from typing import Any
 
 from thermocline.engine.request import overlap
 from thermocline.server.api.parsing.call_forms import BARE, Call, CallForm, Schemas, form_of
-from thermocline.text.grammar import Calls
+from thermocline.text.grammar import Calls, CallText, Thought
 
 THINK = ("<think>", "</think>")
 # The marks around a thought, by what a template has: Gemma 4's, Cohere's, Seed's, and everybody else's.
@@ -24,6 +24,10 @@ THOUGHTS = (
     (THINK[1], THINK),
 )
 BEGINS = '{"name":'  # a call that is the whole answer
+# In harmony, a thought and where the next message begins, an answer, and a call.
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+FINAL = "<|channel|>final<|message|>"
+HARMONY = CallText("<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments")
 
 Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a call
 
@@ -72,19 +76,20 @@ class AnswerFormat:
     def calls_known(self) -> bool:
         return self.harmony or self.call is not None
 
-    @property
-    def enforceable(self) -> bool:
-        """Return whether a grammar can ask for calls."""
-        return self.call is not None and self.call.key is not None
-
     def calls(self, functions: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> Calls:
         """Return how calls of `functions` are written; each has the JSON schema of its arguments."""
+        if self.harmony:
+            return Calls(tuple(functions), "", "", HARMONY, several=False, before_text=FINAL)
         form = self.call
-        assert form is not None and form.key is not None
+        assert form is not None
         several = several and bool(form.opens)  # a call that is the whole answer is the only one
-        return Calls(
-            tuple(functions), form.opens, form.closes or "", form.key, in_list=form.in_list, several=several
-        )
+        return Calls(tuple(functions), form.opens, form.closes or "", form.written, several)
+
+    def thought(self, *, begun: bool) -> Thought | None:
+        """Return the thought that may come before an answer. `begun`: the prompt ends within it."""
+        if self.harmony:
+            return Thought(*ANALYSIS, begun=begun)
+        return None if self.think is None else Thought(*self.think, begun=begun)
 
 
 class AnswerParser(Parts):

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from thermocline.text.grammar import CallText, Notation
+from thermocline.text.schema_kinds import kind_of, kinds
+
 Schemas = Mapping[str, Mapping[str, Any]]  # a function's name -> the JSON schema of its arguments
 _ID = string.ascii_letters + string.digits
 
@@ -38,9 +41,8 @@ class CallForm:
     opens: str  # "": a call is the whole answer
     closes: str | None  # None: the calls go on to the end
     read: Callable[[str, Schemas], list[Call]]
+    written: CallText  # so that a grammar can ask for calls
     marks: tuple[str, ...] = ()  # further special tokens whose names are read
-    key: str | None = None  # of a JSON call's arguments, where a grammar can ask for calls
-    in_list: bool = False
     needs_close: bool = False  # a part of a call may look like a whole one
 
 
@@ -83,6 +85,7 @@ def _object(text: str) -> str:
 _NAME = re.compile(r"[\w.\-]+")
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_TIGHT_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 _INVOKE = re.compile(r'<invoke name="([^"]+)">(.*?)</invoke>', re.DOTALL)
 _NAMED_PARAMETER = re.compile(r'<parameter name="([^"]+)">(.*?)</parameter>', re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -91,6 +94,11 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 def _functions(text: str, schemas: Schemas) -> list[Call]:
     """Read <function=f><parameter=x>…</parameter></function>: Qwen3-Coder, Qwen 3.5, Nemotron 3."""
     return _each(_FUNCTION.findall(text), _PARAMETER, schemas)
+
+
+def _tight_functions(text: str, schemas: Schemas) -> list[Call]:
+    """Read the same without line breaks around values: Seed."""
+    return _each(_FUNCTION.findall(text), _TIGHT_PARAMETER, schemas)
 
 
 def _invokes(text: str, schemas: Schemas) -> list[Call]:
@@ -108,39 +116,52 @@ def _each(found: Sequence[tuple[str, str]], argument: re.Pattern[str], schemas: 
         raise ValueError("no function")
     made = []
     for name, body in ((name.strip(), body) for name, body in found):
-        kinds = schemas.get(name, {}).get("properties", {})
-        values = {k.strip(): _value(v, kinds.get(k.strip(), {})) for k, v in argument.findall(body)}
+        about = schemas.get(name, {})
+        parts = about.get("properties") or {}
+        values = {k.strip(): _value(v, parts.get(k.strip(), {}), about) for k, v in argument.findall(body)}
         made.append(Call(name, json.dumps(values, ensure_ascii=False)))
     return made
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, schema: Any, root: Any) -> Any:
     """Return an argument as its schema has it: templates write texts as they are, and the rest as JSON."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
+    wanted = kinds(schema, root)
+    if wanted == {"string"}:
         return text
     try:
         found = _loads(text)
     except ValueError:
         return text
-    return text if kind is None and isinstance(found, str) else found
+    if "string" in wanted:
+        kind = kind_of(found)
+        return (
+            found if kind in wanted - {"string"} or (kind, "number" in wanted) == ("integer", True) else text
+        )
+    return text if not wanted and isinstance(found, str) else found
 
 
 # ---- name and JSON between marks
 
 
 _KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?([^:<\s]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+    r"<\|tool_call_begin\|>\s*((?:functions\.)?([^:<\s]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
     r"(.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
 _DEEPSEEK = re.compile("<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 _FENCED = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
-_ARGS = re.compile(r"\s*([^\[\]\s]+)(?:\[CALL_ID\][^\[\]]*)?\[ARGS\](.*)", re.DOTALL)
+_ARGS = re.compile(r"\s*([^\[\]\s]+)(?:\[CALL_ID\]([^\[\]]*))?\[ARGS\](.*)", re.DOTALL)
+
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def _kimi(text: str, _schemas: Schemas) -> list[Call]:
-    return _some(Call(name, _object(given)) for name, given in _KIMI.findall(text))
+    """Read functions.f:0 and JSON: Kimi-K2, whose template wants that whole name as the call's id again."""
+
+    def call(id: str, name: str, given: str) -> Call:
+        return Call(name, _object(given), id if ":" in id else _new_id())
+
+    return _some(call(*found) for found in _KIMI.findall(text))
 
 
 def _deepseek(text: str, _schemas: Schemas) -> list[Call]:
@@ -162,7 +183,12 @@ def _args(text: str, schemas: Schemas) -> list[Call]:
         found = _ARGS.fullmatch(part)
         if found is None:
             raise ValueError("no name")
-        return Call(found[1], _object(found[2]))
+        id = (found[2] or "").strip()
+        return (
+            Call(found[1], _object(found[3]), id)
+            if _MISTRAL_ID.fullmatch(id)
+            else Call(found[1], _object(found[3]))
+        )
 
     return _some(call(part) for part in text.split("[TOOL_CALLS]"))
 
@@ -182,16 +208,24 @@ def _python(text: str, _schemas: Schemas) -> list[Call]:
     try:
         made = ast.parse(text.strip(), mode="eval").body
         calls = made.elts if isinstance(made, ast.List) else [made]
-        return [_python_call(call) for call in calls]
+        return _some(_python_call(call, text.strip()) for call in calls)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not Python") from None
 
 
-def _python_call(node: ast.expr) -> Call:
+def _python_call(node: ast.expr, text: str) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
         raise ValueError("not a call by name")
-    arguments = {str(k.arg): _literal(k.value) for k in node.keywords}
+    arguments = {str(k.arg): _python_value(k.value, text) for k in node.keywords}
     return Call(ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False))
+
+
+def _python_value(node: ast.expr, text: str) -> Any:
+    """Return the value of a literal. JSON is read as such: its escapes differ from Python's."""
+    try:
+        return _loads(ast.get_source_segment(text, node) or "")
+    except ValueError:
+        return _literal(node)
 
 
 _WORDS = {"true": True, "false": False, "null": None}
@@ -239,39 +273,112 @@ def _word(found: re.Match[str]) -> str:
     return found[1] + (word if word in _WORDS else _SPOKEN.get(word) or json.dumps(word))
 
 
-HERMES = CallForm(("<tool_call>",), "<tool_call>", "</tool_call>", _json, key="arguments")
-MISTRAL = CallForm(("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json, key="arguments", in_list=True)
-BARE = CallForm(("tools", '"parameters"'), "", None, _json, ("<|python_tag|>",), key="parameters")
+# ---- DSML, and JSON behind a name
+
+
+_DSML = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>', re.DOTALL)
+_DSML_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
+)
+
+
+def _dsml(text: str, _schemas: Schemas) -> list[Call]:
+    """Read <｜DSML｜invoke name="f">, whose parameters say whether they are texts: DeepSeek-V3.2, V4."""
+
+    def call(name: str, body: str) -> Call:
+        given = {k: v if is_text == "true" else _loads(v) for k, is_text, v in _DSML_PARAMETER.findall(body)}
+        return Call(name, json.dumps(given, ensure_ascii=False))
+
+    return _some(call(*found) for found in _DSML.findall(text))
+
+
+def _behind_name(text: str, _schemas: Schemas) -> list[Call]:
+    """Read f>{…}: Functionary 3.1."""
+    name, met, given = text.partition(">")
+    if not (met and _NAME.fullmatch(name.strip())):
+        raise ValueError("no function")
+    return [Call(name.strip(), _object(given))]
+
+
+# ---- all forms
+
+
+_LINES = Notation("<parameter=$key>\n$value\n</parameter>\n")
+_TIGHT = Notation("<parameter=$key>$value</parameter>~")
+_FUNCTION_CALL = "<function=$name>\n$arguments</function>"
+_NAMED = '{~"name"~:~$string~,~"arguments"~:~$arguments~}'
+_ACTION = '{~"tool_name"~:~$string~,~"parameters"~:~$arguments~}'
+_LIST = "[~$calls~]"
+_IN_LIST = CallText(_NAMED, _LIST, "~,~")
+_PYTHON = CallText("$name($arguments)", "[$calls]", ",~", Notation("$key=$value", ",~", None))
+_DSML_TEXT = CallText(
+    '<｜DSML｜invoke name="$name">~$arguments</｜DSML｜invoke>', "$calls", "~",
+    Notation('<｜DSML｜parameter name="$key" string="$is_text">$value</｜DSML｜parameter>~'),
+)  # fmt: skip
+_V3_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+_V3_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
+
+HERMES = CallForm(("<tool_call>",), "<tool_call>", "</tool_call>", _json, CallText(_NAMED))
+MISTRAL = CallForm(("[TOOL_CALLS]",), "[TOOL_CALLS]", None, _json, _IN_LIST)
+BARE = CallForm(
+    ("tools", '"parameters"'), "", None, _json,
+    CallText('{~"name"~:~$string~,~"parameters"~:~$arguments~}'), ("<|python_tag|>",),
+)  # fmt: skip
 # What has more signs stands before what shares some of them.
 FORMS = (
-    CallForm(("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _functions),
-    CallForm(("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _pairs, needs_close=True),
-    CallForm(("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invokes),
-    CallForm(
-        ("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-        _kimi, ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    ),
-    CallForm(
-        ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-        _deepseek, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-    ),
-    CallForm(("<|tool_call>", "<tool_call|>"), "<|tool_call>", "<tool_call|>", _gemma, (_QUOTE,)),
-    CallForm(("<|tool_list_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
-    CallForm(("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
-    CallForm(("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _functions),
-    CallForm(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _json),
-    CallForm(("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", _json),
-    CallForm(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", None, _args, ("[ARGS]", "[CALL_ID]")),
-    CallForm(("<|tool_call|>",), "<|tool_call|>", None, _json),
+    CallForm(("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _functions,
+             CallText(_FUNCTION_CALL, notation=_LINES)),
+    CallForm(("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _pairs,
+             CallText("$name~$arguments", notation=Notation(
+                 "<arg_key>$key</arg_key>~<arg_value>$value</arg_value>~")), needs_close=True),
+    CallForm(("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invokes,
+             CallText('<invoke name="$name">~$arguments</invoke>', "$calls", "~", Notation(
+                 '<parameter name="$key">$value</parameter>~'))),
+    CallForm(("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+             _kimi,
+             CallText("<|tool_call_begin|>functions.$name:$digits<|tool_call_argument_begin|>$arguments"
+                      "<|tool_call_end|>", "$calls", ""),
+             ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")),
+    CallForm(("<｜tool▁calls▁begin｜>", "```json"), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+             _deepseek,
+             CallText(_V3_CALL.format("function<｜tool▁sep｜>$name\n```json\n$arguments\n```"), "$calls"),
+             _V3_MARKS),
+    CallForm(("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek,
+             CallText(_V3_CALL.format("$name<｜tool▁sep｜>$arguments"), "$calls", ""), _V3_MARKS),
+    CallForm(("｜DSML｜", "function_calls>"), "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _dsml,
+             _DSML_TEXT, ("｜DSML｜",)),
+    CallForm(("｜DSML｜", "tool_calls>"), "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _dsml,
+             _DSML_TEXT, ("｜DSML｜",)),
+    CallForm(("<|tool_call>", "<tool_call|>"), "<|tool_call>", "<tool_call|>", _gemma,
+             CallText("call:$name{$arguments}",
+                      notation=Notation("$key:$value", ",", (_QUOTE, _QUOTE), True)),
+             (_QUOTE,)),
+    CallForm(("<|tool_list_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python, _PYTHON),
+    CallForm(("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python, _PYTHON),
+    CallForm(("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _tight_functions,
+             CallText(_FUNCTION_CALL, notation=_TIGHT)),
+    CallForm(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _json, _IN_LIST),
+    CallForm(("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", _json,
+             CallText(_ACTION.replace("{~", '{~"tool_call_id"~:~"$digits"~,~', 1), _LIST, "~,~")),
+    CallForm(("Action:", "```json", "tool_name"), "Action:\n```json", "```", _json,
+             CallText(_ACTION, _LIST, "~,~")),
+    CallForm(("<|role_sep|>", "<|function_call|>"), "<|function_call|>", None, _json, CallText(_NAMED)),
+    CallForm(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), "[TOOL_CALLS]", None, _args,
+             CallText("$name[CALL_ID]$id[ARGS]$arguments"), ("[ARGS]", "[CALL_ID]")),
+    CallForm(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", None, _args, CallText("$name[ARGS]$arguments"),
+             ("[ARGS]", "[CALL_ID]")),
+    CallForm(("<|tool_call|>",), "<|tool_call|>", None, _json, _IN_LIST),
+    CallForm(("<function=", "</function>", "<|python_tag|>"), "<function=", "</function>", _behind_name,
+             CallText("$name>$arguments")),
     HERMES,
     MISTRAL,
     BARE,
 )  # fmt: skip
 
 
-# In templates whose calls are not read yet, though they have the signs of another form: GigaChat, MiniMax M3,
-# Glimmer, Command R+.
-UNREAD = ("<|role_sep|>", "]<]minimax[>[", "<atem:", "Action:")
+# In templates whose calls are not read yet, though they have the signs of another form: MiniMax M3, Glimmer,
+# GigaChat 3.0 (a call is a message of its own).
+UNREAD = ("]<]minimax[>[", "<atem:", "'function call'")
 
 
 def form_of(template: str) -> CallForm | None:
