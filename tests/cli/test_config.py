@@ -71,6 +71,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "gguf": ("m.gguf", "m.gguf"),
     "active": ("0.2", 0.2),
     "skew": ("0.43", 0.43),
+    "routing": ("qwen3-30b", "qwen3-30b"),
+    "depth": ("64", 64),
     "rank": ("96", 96),
     "BenchOptions.threads": ("1-3", (1, 2, 3)),
     "n_prompt": ("64,512", (64, 512)),

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from thermocline.convert.random_weights.source import RandomWeights
-from thermocline.convert.synthetic_weights import ACTIVE, SKEW, SyntheticRouting, SyntheticSparsity, WeightStatistics
+from thermocline.convert.synthetic_weights import (
+    ACTIVE,
+    SKEW,
+    SyntheticRouting,
+    SyntheticSparsity,
+    WeightStatistics,
+)
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, read_small
 from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_config_json
@@ -33,10 +39,11 @@ SHAPES = Path(__file__).parents[1] / "bundled" / "shapes.json"
 TRAINED = dict.fromkeys(("smallthinker-4b", "smallthinker-21b"), (0.4, 0.55))  # arXiv 2507.20984
 # How routers of trained models pick experts, fitted to a trace of each (docs/log/2026-11.md has both).
 ROUTINGS = {r.name: r for r in (
-    SyntheticRouting("qwen3-30b", slow=1.5, token=0.85),
-    SyntheticRouting("gemma-4-26b", slow=1.35, token=0.9),
-    SyntheticRouting("gpt-oss-120b", slow=0.95, token=0.8),
+    SyntheticRouting("qwen3-30b", slow=1.8, token=0.78),
+    SyntheticRouting("gemma-4-26b", slow=1.7, token=0.84),
+    SyntheticRouting("gpt-oss-120b", slow=1.0, token=0.8),
 )}  # fmt: skip
+GATE_BIAS = "layers.0.gate.bias"
 TRUTH = "synth.npz"  # beside the pack's own files
 
 
@@ -104,13 +111,12 @@ class SyntheticModel:
         hottest_first: bool = False,
         activation: str | None = None,
         layers: int | None = None,
-        routing: str = "random",
     ) -> SyntheticModel:
         """Describe a synthetic model of a shape, with so many layers if given.
 
         `active` is the mean share of active neurons. None means that of `TRAINED`, or else `ACTIVE`, for a
         ReLU model and no sparsity for others; a number makes any model a ReLU model. `skew` None likewise.
-        `routing` is "random" or one of `ROUTINGS`. Raises Unsupported, and the errors of `read_shape` and `WeightStatistics.of`.
+        Raises Unsupported, and the errors of `read_shape` and `WeightStatistics.of`.
         """
         name, spec, tensor_map = read_shape(shape, activation, layers)
         if spec.embed_dim is not None:
@@ -129,11 +135,17 @@ class SyntheticModel:
         said |= {"seed": seed, **(dataclasses.asdict(sparsity) if sparsity else {})}
         if not said.get("hottest_first"):
             said.pop("hottest_first", None)
-        said |= {} if routing == "random" else {"routing": routing}
         label = " ".join([name, *(f"{k} {v}" for k, v in said.items())])
-        biased = "layers.0.gate.bias" in optional
-        stats = WeightStatistics.of(spec, seed, sparsity, biased, ROUTINGS.get(routing))
+        stats = WeightStatistics.of(spec, seed, sparsity, GATE_BIAS in optional)
         return cls(label, stats, optional)
+
+    def routed(self, routing: str) -> SyntheticModel:
+        """Return the model with one of `ROUTINGS`, or "random". Raises Unsupported without routers."""
+        if routing == "random":
+            return self
+        s, biased = self.stats, GATE_BIAS in self.optional
+        stats = WeightStatistics.of(s.spec, s.seed, s.sparsity, biased, ROUTINGS[routing])
+        return dataclasses.replace(self, label=f"{self.label} routing {routing}", stats=stats)
 
     def write(
         self,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from thermocline.model.spec import ModelSpec
     from thermocline.model.tensors import TensorInfo
     from thermocline.offline.need_trace import TraceRecorder
+    from thermocline.offline.routing.recorder import RouteRecorder
     from thermocline.session.options import EngineOptions
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
@@ -242,7 +243,7 @@ class Bench:
         ns = self._finish(request, test)
         return Sample(ns, request.first_s - begin, request.figures())
 
-    def watch(self, test: Test, recorder: TraceRecorder) -> None:
+    def watch(self, test: Test, recorder: TraceRecorder | RouteRecorder) -> None:
         """Run a test once and record its generated tokens."""
         self.ops[test.threads] = opaque(recorder)
         request = self._start(test)

@@ -85,8 +85,8 @@ def synth(o: SynthOptions) -> int:
             else "nothing to write; give -o DIR for a pack, --gguf FILE for a GGUF file, or both"
         )
     model = synthetic.SyntheticModel.of(
-        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation, o.layers, o.routing
-    )
+        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation, o.layers
+    ).routed(o.routing)
     formats = synthetic.formats_named(o.format, model.stats.spec)
     if o.gguf is not None:
         to_gguf.check(model.stats.spec, model.optional, o.gguf, o.force)

@@ -2,10 +2,10 @@
 
 The last two blocks of the residual stream's columns are the router's: no FFN writes to either. In the first,
 mixers write nothing, so a token's embedding stays as it was. In the other, embeddings are 0, so it holds
-what attention alone brings, which is slow: queries read the constant columns for the most part, so they are
-alike, and sharp, so that a head looks at a few positions until a better one comes. RoPE turns some elements of a
-query quickly and some slowly, so choices fade over all spans. Routers read the three parts with weights that
-undo the columns' deviations, whatever their layer. So the parts' ratios are those of `SyntheticRouting`.
+what attention alone brings. That is slow: queries read the constant columns for the most part, so they are
+alike, and they are sharp, so a head looks at a few positions until a better one comes. RoPE turns some
+elements of a query quickly and some slowly, so choices fade over all spans. Routers read the three parts
+with weights that undo the columns' deviations, so at any depth the ratios are those of `SyntheticRouting`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def planted(stats: WeightStatistics, name: str, plain: Matrix) -> Matrix:
             return Matrix(plain.sd, silent=(0, blocks - 2, blocks - 1))
         case "down.weight":
             each = range(0, stats.spec.ffn(layer).experts * blocks, blocks)
-            return Matrix(plain.sd, silent=tuple(b for e in each for b in (e, e + blocks - 2, e + blocks - 1)))
+            return Matrix(
+                plain.sd, silent=tuple(b for e in each for b in (e, e + blocks - 2, e + blocks - 1))
+            )
         case "router.weight":
             return _router(stats, layer)
         case "qkv.weight" | "q.weight" | "q_a.weight":
@@ -61,6 +63,8 @@ def vector(stats: WeightStatistics, name: str, values: F32, first: int) -> F32:
     if name.endswith((".attn_out.bias", ".down.bias")):
         column = (first + np.arange(values.shape[-1])) // BLOCK
         values[..., (column == 0) | (column >= stats.spec.dim // BLOCK - 2)] = 0
+    elif name.endswith(".selection_bias") and stats.spec.router.score == "softmax":
+        values /= stats.spec.n_experts  # as are scores; else biases alone would choose
     elif name.endswith((".q_norm.weight", ".q_a_norm.weight")):
         values *= np.float32(_sharpness(stats, int(name.split(".")[1])))
     return values

@@ -110,7 +110,9 @@ class RandomWeights:
             case "attn_out":
                 return Matrix(_number(stats.attn_out_sd), silent=(0,) if stats.constant else ())
             case "mixer.out":
-                return Matrix(_number(stats.mixer_out_sd(_layer(name))), silent=(0,) if stats.constant else ())
+                return Matrix(
+                    _number(stats.mixer_out_sd(_layer(name))), silent=(0,) if stats.constant else ()
+                )
             case "down":
                 sd = stats.down_sd(self._width(name), s.ffn(_layer(name)).experts)
                 return Matrix(_number(sd), quiet, mirrored=stats.mirrored)

@@ -163,7 +163,9 @@ class StoredRows:
         if self._m.mirrored:
             _negate(of, rows % 2 == 1, self._format.name)
         if self._m.silent:
-            out[np.isin(rows // BLOCK, self._m.silent)] = 0  # a row of zero bytes is a row of zeros in every format
+            out[np.isin(rows // BLOCK, self._m.silent)] = (
+                0  # a row of zero bytes is a row of zeros in every format
+            )
         return out
 
     def _drawn_as_numbers(self) -> int:

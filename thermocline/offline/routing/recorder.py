@@ -1,0 +1,72 @@
+"""Record which experts a model's routers pick while it decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from thermocline.errors import Unsupported
+from thermocline.model.spec import ModelSpec
+from thermocline.offline.routing.statistics import Choices
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer
+
+
+def check_routed(spec: ModelSpec) -> None:
+    """Raise Unsupported for a model without routers."""
+    if spec.n_experts == 1:
+        raise Unsupported(f"{spec.architecture}: has no experts to choose from; give a mixture")
+
+
+class RouteRecorder(CpuOps):
+    """The native ops. From `begin` on they record the experts that every token gets."""
+
+    def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
+        super().__init__(threads)
+        self._spec, self._layers = spec, [x for x in layers if x.experts]
+        self._chosen: list[list[F32]] | None = None
+        self._layer = 0
+
+    def begin(self) -> None:
+        self._chosen = [[] for _ in self._layers]
+
+    def choices(self, source: str) -> Choices:
+        """Return what was recorded of tokens that all layers have computed."""
+        assert self._chosen is not None
+        routed = [rows for x, rows in zip(self._layers, self._chosen, strict=True) if x.router is not None]
+        n, active = min(map(len, routed)), self._spec.n_experts_active
+        # by weight, the best first, as in a trace; an expert whose weight rounds to 0 is chosen like others
+        best = (np.argsort(-np.array(rows[:n]), axis=1, kind="stable")[:, :active] for rows in routed)
+        return Choices(tuple(best), self._spec.n_experts, source)
+
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
+        self._layer = 0
+        return super().step(batch, block, cos, sin, window)
+
+    def ffn_add(
+        self,
+        x: F32,
+        h: F32,
+        bound: Any,
+        sparsity: str,
+        stats: FFNStats,
+        record: F32 | None = None,
+        *,
+        shares: F32 | None = None,
+    ) -> None:
+        if self._chosen is not None:
+            layer, self._layer = self._layer, self._layer + 1
+            if self._layers[layer].router is not None:
+                seen = self._shares(self._layers[layer], h, bound) if shares is None else shares
+                self._chosen[layer].extend(np.abs(seen))
+        super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
+
+    def _shares(self, layer: Layer, h: F32, bound: Any) -> F32:
+        s, norm = self._spec, layer.ffn_norm
+        if norm is not None and layer.router_norm is None and s.norm_order != "post":
+            h = self.norm(h, norm.weight, norm.bias, s.norm_eps, s.norm)
+        return self.routed(h, bound)
