@@ -116,16 +116,17 @@ void Context::inputs(const Matrix* w, size_t n, const Norm& norm, const float* x
 
 // Rows of n matrices, one under the other, are one piece of work: no thread waits at the end of each.
 void Context::linear(const Matrix* w, const Input* in, size_t n, const float* bias, float* out, bool add) {
-    size_t rows = 0, panel = 0, stride = 0;
+    size_t rows = 0, panel = 0, stride = 0, group = 1;
     for (size_t i = 0; i < n; i++) {
-        rows += w[i].rows, stride = std::max(stride, w[i].stride);
+        rows += w[i].rows, stride = std::max(stride, w[i].stride), group = std::max(group, w[i].group);
         if (in[i].lanes) panel = std::max(panel, k.panel_bytes(w[i].format, w[i].cols, in[i].tokens));
     }
     uint8_t* scratch = panel ? panels(panel) : nullptr;
     const std::shared_ptr<Fetches> reads = early_.lock();
-    const size_t unit = size_t(k.panel_rows);
-    Pieces pieces(rows, in[0].tokens > kFewTokens ? unit : piece_rows(stride, unit, pool.threads()),
-                  pool.threads(), reads ? kBetweenReads / stride : rows);
+    // Few tokens take rows one by one, or by the group: a router's are few and long, and for every thread.
+    Pieces pieces(
+        rows, in[0].tokens > kFewTokens ? size_t(k.panel_rows) : piece_rows(stride, group, pool.threads()),
+        pool.threads(), reads ? kBetweenReads / stride : rows);
     auto region = [&](int thread) {
         for (size_t begin, end; pieces.take(&begin, &end);) {
             for (size_t i = 0, first = 0; i < n && first < end; first += w[i].rows, i++) {
