@@ -43,9 +43,11 @@ def some(spec: ModelSpec, seed: int) -> Placement:
     """Some layers' attention and some neurons on the first GPU, as the planner might choose."""
     rng = np.random.default_rng(seed)
 
+    there = [bool(rng.integers(2)) for _ in range(spec.n_layers)]
+
     def one(i: int) -> LayerPlacement:
         counts = {"any": [0, 32, 96, 256, ALL], "all": [0, ALL], "none": [0]}[divides(spec, i)]
-        attention, neurons = bool(rng.integers(2)), int(rng.choice(counts))
+        attention, neurons = there[spec.kv_layer(i)], int(rng.choice(counts))
         neurons = 0 if spec.shared_dim and not attention else neurons
         return layer(spec, attention, False, neurons, index=i)
 

@@ -15,7 +15,6 @@ from thermocline.convert import synthetic
 from thermocline.errors import BadFile, Unsupported
 from thermocline.model import families
 from thermocline.model.spec import ModelSpec
-from thermocline.plan.problem import without_gpu_ops
 
 Json = dict[str, Any]
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -194,11 +193,6 @@ def test_an_old_gpt_neox_brings_masks_that_are_left_out() -> None:
     for name in ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"):
         assert made.may_ignore(f"gpt_neox.layers.0.{name}")
     assert not made.may_ignore("gpt_neox.layers.0.attention.dense.bias")
-
-
-@pytest.mark.parametrize("config", [STABLELM, COMMAND_R7B, OLMO_3], ids=["StableLM", "R7B", "OLMo 3"])
-def test_a_gpu_computes_kinds_of_attention(config: Json) -> None:
-    assert without_gpu_ops(read(**config)) is None
 
 
 def test_a_config_without_a_rule_for_its_layers_is_refused() -> None:

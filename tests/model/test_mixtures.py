@@ -22,12 +22,10 @@ from thermocline.convert.importer import pack
 from thermocline.errors import BadFile, Unsupported
 from thermocline.model import families
 from thermocline.model.activations import route
-from thermocline.model.modes import PLAIN
 from thermocline.model.spec import ModelSpec, Router, check_spec
 from thermocline.opening.gguf_model import open_gguf
 from thermocline.pack.pack import Pack
-from thermocline.plan.problem import without_gpu_ops
-from thermocline.session import gpu_tier, weights
+from thermocline.session import weights
 
 F32 = np.float32
 
@@ -362,14 +360,6 @@ def test_blocks_that_guess_further_tokens_are_left_out_and_a_line_says_so(
         model = open_gguf(path)
     assert not isinstance(model, str) and model.spec.n_layers == 3
     assert "1 tensors that guess further tokens are left out" in caplog.text
-
-
-def test_what_a_gpu_cannot_do_of_a_mixture_is_refused_in_a_line(tmp_path: Path) -> None:
-    for name, what in (("gemma4_moe", "heads of two sizes"),):
-        spec, _ = families.parse_config(config(name), None, name, None)
-        assert without_gpu_ops(spec) is not None
-        with pytest.raises(Unsupported, match=f"{what}.* has no GPU ops yet; use --gpu off"):
-            gpu_tier.check(spec, PLAIN)
 
 
 def random_logits(seed: int, tokens: int = 50) -> Any:

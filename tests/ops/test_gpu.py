@@ -143,6 +143,8 @@ def placed(w: Weights, places: Placement) -> Weights:
             y = replace(y, shared=everything(x.shared))
             if x.shared_router is not None:
                 y = replace(y, shared_router=rows(x.shared_router))
+        if on_gpu and (p_l := x.per_layer) is not None:
+            y = replace(y, per_layer=replace(p_l, gate=rows(p_l.gate), down=rows(p_l.down)))
         if on_gpu and x.attn_gate is not None:
             y = replace(y, attn_gate=rows(x.attn_gate))
         if x.mixer is not None:  # whose other tables stay as they are
@@ -180,9 +182,7 @@ def logits(
     return np.concatenate(out)
 
 
-REFUSED = ("embed_dim", "v_norm")  # no GPU ops yet
-REFUSED += ("full_head_dim", "full_kv_heads", "values_are_keys", "kv_shared_layers", "layer_scale")
-REFUSED += ("per_layer_dim", "two kinds of layers")
+REFUSED = ("embed_dim",)  # no GPU ops yet
 
 
 @pytest.mark.parametrize("name", [n for n in PAIRS if n not in REFUSED])
@@ -489,13 +489,15 @@ def test_buffers_are_what_the_planner_counts() -> None:
     normed = replace(shared, activation="silu", shared_gate=False, shared_norms=True)
     dense = replace(mixture, activation="silu", dense_layers=(0,), dense_dim=600)
     silu, own = replace(SPEC, activation="silu"), replace(mixture, router_input="own_norm")
-    for spec in (SPEC, silu, windowed, mixture, shared, normed, dense, own, LATENT):
+    of_two = PAIRS["two kinds of layers"][1]
+    for spec in (SPEC, silu, windowed, mixture, shared, normed, dense, own, of_two, LATENT):
         counting, limits = Counting(), StepLimits(40, 3, 64, BLOCK, 32)
         ops = GpuOps((counting,), torch_kernels, CpuOps(1), spec, limits)
         assert counting.there == device_bytes(spec, limits)
         assert counting.here == host_bytes(spec, limits)
         places = placements.whole(spec)
-        w = placed(random_weights(replace(spec, n_experts=1)), placements.whole(silu))
+        alone = replace(spec, n_experts=1, shared_dim=0, dense_layers=())
+        w = placed(random_weights(alone), placements.whole(alone))
         before = counting.there
         bind(spec, w, ops)
         vectors = counting.there - before

@@ -149,6 +149,7 @@ ATTENTIONS = {
     "each head normed by its own": attention_case(
         heads(4, 2, 48, q_norm=normal(1, 192), k_norm=normal(2, 96), own_norms=True), [40], 2, 32
     ),
+    "large heads in pieces": attention_case(heads(2, 1, 208, softcap=3.0), [40, 70], 2, 208),
     "values normed": attention_case(heads(4, 2, 64, v_norm=np.ones(64, np.float32)), [40], 2, 64),
     "another layer's keys": attention_case(
         heads(4, 2, 64, q_norm=normal(1, 64), shares=True, window=30), [40, 9], 2, 64

@@ -26,7 +26,6 @@ from thermocline.model.spec import ModelSpec, Recurrent, check_spec
 from thermocline.opening.gguf_model import GGUFModel, open_gguf
 from thermocline.ops.interface import F32, Batch, FFNStats
 from thermocline.pack.pack import Pack
-from thermocline.plan.problem import without_gpu_ops
 from thermocline.session import weights
 
 NAMES = [*gguf_recurrent.ARCHITECTURES, "granite_hybrid_dense", "qwen3_5_moe_stacked"]
@@ -302,14 +301,6 @@ def test_a_wrapper_loads_its_text_part_and_says_so(
 def test_a_pack_says_the_spec_again(name: str, twin: Callable[[str], Path], tmp_path: Path) -> None:
     pack(twin(name), tmp_path / "packed", "q8_0" if "lfm2" in name else "f32")
     assert Pack.open(tmp_path / "packed").spec == families.read_config(twin(name))[0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gpu_computes_what_is_theirs_alone(name: str, twin: Callable[[str], Path]) -> None:
-    """What is left is said of other models, too."""
-    spec = families.read_config(twin(name))[0]
-    others: dict[str, Any] = {"shared_dim": 0, "shared_gate": False, "dense_layers": (), "dense_dim": 0}
-    assert without_gpu_ops(replace(spec, **others, attention_gate=False, rope_layers=None)) is None
 
 
 SPEC = ModelSpec(

@@ -233,7 +233,8 @@ def _given(model: Model, x: F32, batch: Batch, ops: OpaqueOps) -> F32 | None:
     normed = np.asarray(ops.norm(projected, inputs.norm, None, spec.norm_eps, spec.norm))
     normed += ops.embed(inputs.embed, batch.ids).reshape(-1, width) * np.float32(width**0.5)
     normed *= np.float32(2**-0.5)
-    return np.ascontiguousarray(normed.reshape(len(x), spec.n_layers, width).swapaxes(0, 1))
+    each = normed.reshape(len(x), spec.n_layers, width).swapaxes(0, 1)
+    return ops.bring(np.ascontiguousarray(each))
 
 
 def _steps(

@@ -116,7 +116,7 @@ class ModelSizes:
     """The sizes of all parts of a model."""
 
     format: str  # of most weights
-    embed: PartSize  # a token reads one row of it; if tied, all of it as the head
+    embed: PartSize  # a token reads one row; if tied, all as the head. `reads`: what makes layers' inputs
     head: PartSize  # if it is not the embedding
     tied: PartSize  # the embedding as the head; counted once more if the head is on another tier
     layers: tuple[LayerSizes, ...]
@@ -185,6 +185,8 @@ def sizes_of(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec], weight_for
             tied = _part(t) if spec.tied_head else tied
         elif t.role == "embed":
             embed += PartSize(aligned(t.bytes))
+        elif name.startswith("per_layer."):  # computed by the CPU, before the first layer
+            embed += _part(t)
         else:
             head += _part(t)
     layers = tuple(_layer(spec, i, own) for i, own in enumerate(by_layer))

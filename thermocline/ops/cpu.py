@@ -115,7 +115,7 @@ class CpuOps:
         return _native.Attention(norm, qkv, out, native_heads(heads), sub_norm, join, gate, latent)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
-        norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm, _after_ffn(layer))
+        norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm, scale_after_ffn(layer))
         if layer.router is None:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
         return self._mixture(spec, layer, norm, join)
@@ -224,6 +224,9 @@ class CpuOps:
         gate, down = _native_matrix(p.gate), _native_matrix(p.down)
         join = _native.Join(_norm(spec, p.post_norm), 1.0, layer.scale)
         return _native.PerLayer(gate, down, ACTIVATIONS.index(spec.activation), join)
+
+    def bring(self, given: F32) -> F32:
+        return given
 
     def per_layer_add(self, x: F32, bound: _native.PerLayer, given: F32) -> None:
         self.native.per_layer_add(x, bound, given)
@@ -373,6 +376,6 @@ def _join(spec: ModelSpec, norm: Norm | None, after: float = 1.0) -> _native.Joi
     return _native.Join(_norm(spec, norm), spec.residual_scale, after)
 
 
-def _after_ffn(layer: Layer) -> float:
+def scale_after_ffn(layer: Layer) -> float:
     """Return what the stream is multiplied with behind the FFN, unless that is not the layer's end."""
     return layer.scale if layer.per_layer is None else 1.0

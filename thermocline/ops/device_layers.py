@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thermocline import _native
 from thermocline.model.spec import ModelSpec, Router
-from thermocline.ops.cpu import CpuOps
+from thermocline.ops.cpu import CpuOps, scale_after_ffn
 from thermocline.ops.device import Device
 from thermocline.ops.device_rows import DeviceRows, Vector, joined
 from thermocline.ops.interface import (
@@ -201,6 +201,7 @@ class DeviceFFN:
     join: DeviceJoin
     predictor: DevicePredictor | None
     neurons: int  # of the layer
+    scale: float  # of the stream behind it
 
     @property
     def own(self) -> DevicePart | None:
@@ -211,6 +212,17 @@ class DeviceFFN:
     def others(self) -> tuple[DevicePart, ...]:
         """Return the parts on further GPUs."""
         return tuple(p for p in self.parts if p.gpu)
+
+
+@dataclass(frozen=True)
+class DevicePerLayer:
+    """Takes what a token brings to a layer into the stream, on the first GPU."""
+
+    gate: DeviceLinear
+    down: DeviceLinear
+    post_norm: DeviceNorm
+    activation: Activation
+    scale: float  # of the stream behind it
 
 
 class DeviceVectors:
@@ -325,7 +337,17 @@ class Binder:
             join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
             predictor=f.predictor,
             neurons=spec.n_experts * spec.ffn_dim if mixture or spec.n_experts == 1 else spec.dense_dim,
+            scale=scale_after_ffn(layer),
         )
+
+    def per_layer(self, spec: ModelSpec, layer: Layer) -> DevicePerLayer | _native.PerLayer:
+        p = layer.per_layer
+        assert p is not None
+        post_norm = self._norm(p.post_norm)
+        if not isinstance(p.gate, DeviceRows) or post_norm is None:
+            return self._cpu.bind_per_layer(spec, layer)
+        gate, down = (DeviceLinear(_rows(w), None) for w in (p.gate, p.down))
+        return DevicePerLayer(gate, down, post_norm, _activation(spec), layer.scale)
 
     def _part(self, spec: ModelSpec, layer: Layer, at: int) -> DevicePart:
         """Return part `at` of all experts."""

@@ -102,6 +102,9 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made |= {name: Buffer((s.tokens, n), here=False) for name, n in _mixers(spec).items()}
     if spec.recurrent is not None:
         made["runs"] = Buffer((s.sequences, 4), "i32")
+    if spec.per_layer_dim:
+        made["given"] = Buffer((spec.n_layers, s.tokens, spec.per_layer_dim))
+        made["let in"] = Buffer((s.tokens, spec.per_layer_dim), here=False)
     made["named"] = Buffer(marks.shape, "u8", here=gpus > 1)
     if gpus > 1:
         made["returned"] = replace(stream, here=False)  # another GPU's sum
@@ -144,7 +147,7 @@ def _qkv_width(x: AttentionShape) -> int:
 
 
 def _activations(spec: ModelSpec, s: StepLimits) -> int:
-    """Of few tokens all experts are computed at once, of more one after the other; dense ones on the CPU."""
+    """Count the neurons at once: all experts of few tokens, one of more; dense experts are the CPU's."""
     if spec.n_experts > 1 and not spec.sparse:
         return 0
     return max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim

@@ -25,7 +25,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.device import Device
-from thermocline.ops.device_ffn import Handed, PartQueue, SideGpu, pairs_of, parts
+from thermocline.ops.device_ffn import Handed, Pair, PartQueue, SideGpu, pairs_of, parts
 from thermocline.ops.device_layers import (
     Binder,
     DeviceAttention,
@@ -34,6 +34,7 @@ from thermocline.ops.device_layers import (
     DeviceLinear,
     DeviceMixer,
     DeviceNorm,
+    DevicePerLayer,
     DeviceShared,
 )
 from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
@@ -59,6 +60,7 @@ BoundAttention = DeviceAttention | _native.Attention
 BoundMixer = DeviceMixer | _native.Mixer
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
 Half = Callable[[Tensor, bool], None]  # what becomes a tensor, or is added to it
+BoundPerLayer = DevicePerLayer | _native.PerLayer
 ProgramKey = tuple[int, int, str]  # tokens, logits, sparsity
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
 
@@ -189,11 +191,8 @@ class GpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> BoundFFN:
         return self._binder.ffn(spec, layer)
 
-    def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> None:
-        raise AssertionError("no placement gives a GPU such a layer")
-
-    def per_layer_add(self, x: Hidden, bound: None, given: F32) -> None:
-        raise AssertionError("nor this")
+    def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> BoundPerLayer:
+        return self._binder.per_layer(spec, layer)
 
     def bind_mixer(self, spec: ModelSpec, layer: Layer) -> BoundMixer:
         return self._binder.mixer(spec, layer)
@@ -353,7 +352,9 @@ class GpuOps:
         self.device.run(_select, made.device, x.device, self._rows[0][: len(rows)])
         return made
 
-    def norm(self, x: Hidden, weight: F32, bias: F32 | None, eps: float, kind: str) -> Hidden:
+    def norm(self, x: Hidden | F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> Hidden:
+        if isinstance(x, np.ndarray):  # what tokens bring to layers: before the stream is here
+            return cast("Hidden", self.cpu.norm(x, weight, bias, eps, kind))
         self._to_device(x)
         made = self._hidden_of(x.tokens)
         vectors = self._vector(weight), self._vector(bias)
@@ -431,6 +432,33 @@ class GpuOps:
         """Return the start of a buffer as [tokens, width]: layers differ in their heads."""
         return self._pairs[name][0].view(-1)[: tokens * width].view(tokens, width)
 
+    def bring(self, given: F32) -> F32:
+        """Send what tokens bring to where every step has it; -> of each layer, (there, here)."""
+        there, here = (part.view(-1)[: given.size].view(given.shape) for part in self._pairs["given"])
+        here.copy_(torch.from_numpy(given))
+        self.device.copy(there, here)
+        return cast("F32", list(zip(there, here, strict=True)))
+
+    def per_layer_add(self, x: Hidden, b: BoundPerLayer, given: F32) -> None:
+        there, here = cast("Pair", given)
+        if not isinstance(b, DevicePerLayer):
+            self._to_host(x)
+            self._host().per_layer(x.array, b, here.numpy())
+            return
+        self._to_device(x)
+        run, k, a = self.device.run, self.kernels, b.activation
+        let_in, y = self._rows_of("let in", *there.shape), self._sum[0][: x.tokens]
+        self._queue.times(let_in, b.gate, x.device)
+        run(k.activate, let_in, let_in, None, a.kind, a.bound, False, a.alpha)
+        run(let_in.mul_, there)
+        self._queue.times(y, b.down, let_in)
+        run(k.add_normed, x.device, y, *parts(b.post_norm), 1.0)
+        self._scale(x, b.scale)
+
+    def _scale(self, x: Hidden, by: float) -> None:
+        if by != 1:
+            self.device.run(x.device.mul_, by)
+
     def states(self, bound: BoundMixer, slots: int, floats: int) -> F32 | None:
         if not isinstance(bound, DeviceMixer):
             return None
@@ -494,6 +522,7 @@ class GpuOps:
 
         half = experts if b.shared is None else partial(self._beside, b.shared, normed, h.device, experts)
         self._join(x, b.join, half)
+        self._scale(x, b.scale)
 
     def _beside(
         self, f: DeviceShared, normed: Tensor, stream: Tensor, experts: Half, y: Tensor, add: bool

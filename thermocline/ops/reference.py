@@ -604,6 +604,11 @@ def bind_per_layer(spec: ModelSpec, layer: Layer) -> Bound:
     return Bound(spec, None, layer)
 
 
+def bring(given: F32) -> F32:
+    """Return what a step's tokens bring to layers, [layers, tokens, width], as `per_layer_add` reads it."""
+    return given
+
+
 def per_layer_add(x: F32, bound: Bound, given: F32) -> None:
     """x = scale * (x + norm(down(act(gate x) * given))), in place: what tokens bring to the layer."""
     spec, p = bound.spec, bound.layer.per_layer

@@ -34,6 +34,7 @@ DOWN_COLUMNS = 128  # of a program, for many tokens: its sums stay in registers
 STATE_FLOATS = 4096  # of a program of 4 warps: 32 of a thread
 LATENT_HEADS = 16  # of a program, the least that tensor cores multiply
 LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps, spill on an H100
+HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at once
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 
@@ -125,6 +126,7 @@ def attention(
     window = width * block if heads.window is None else heads.window
     parts = scratch.take(t, heads.n, n_spans, heads.dim + 2)
     group, wide = heads.n // heads.n_kv, max(16, _power(heads.dim))
+    piece = min(wide, HEAD_PIECE)
     launch(
         triton_tokens.attend,
         (t, heads.n_kv, n_spans),
@@ -132,12 +134,14 @@ def attention(
         heads.scale,
         heads.softcap or 0.0,
         qkv.shape[1],
+        stages=2 if heads.dim <= 2 * piece else 1,  # of 512: 72 KiB of shared memory instead of 132
         DIM=heads.dim,
         BLOCK=block,
-        D=wide,
+        D=piece,
         H=max(16, _power(group)),
         CAPPED=heads.softcap is not None,
         CHUNKED=heads.chunked,
+        PIECES=_ceil(heads.dim, piece),
     )
     launch(
         triton_tokens.join_spans,

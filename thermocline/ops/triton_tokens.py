@@ -336,9 +336,16 @@ def rope_store(
 
 
 @triton.jit
-def scores_of(q, keys, seen, cap, CAPPED: tl.constexpr):
-    """q [H, D] by keys [D, BLOCK]: as exact as f32, since both go through the tensor cores in parts."""
-    scores = tl.dot(q, keys.to(tl.float32), input_precision="tf32x3")
+def scores_of(q, keys, seen, cap, D: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr):
+    """The pieces q [H, D] by keys at `keys` [D, BLOCK]: as exact as f32, since both go through the tensor
+    cores in parts.
+    """
+    BLOCK: tl.constexpr = seen.shape[0]
+    d, p = tl.arange(0, D)[:, None], tl.arange(0, BLOCK)[None, :]
+    scores = tl.zeros((q[0].shape[0], BLOCK), tl.float32)
+    for i in tl.static_range(len(q)):
+        piece = tl.load(keys + (i * D + d) * BLOCK + p, mask=i * D + d < DIM, other=0)
+        scores = tl.dot(q[i], piece.to(tl.float32), scores, input_precision="tf32x3")
     if CAPPED:
         scores = cap * tanh(scores / cap)
     return tl.where(seen[None, :], scores, float("-inf"))
@@ -348,12 +355,13 @@ def scores_of(q, keys, seen, cap, CAPPED: tl.constexpr):
 def attend(
     parts, qkv, positions, sequence, table, k, v, n_kv, group, width, span, spans, window, scale, cap, pitch,
     DIM: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, CAPPED: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    CHUNKED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head, span): parts [tokens, heads, spans, DIM + 2] of the kv head's q heads.
 
     A part: values weighed with exp(score - greatest), then the greatest score, then the weights' sum. Of
-    spans a token does not see nothing is written.
+    spans a token does not see nothing is written. A large head is worked on in PIECES of D: as a whole it
+    would need more shared memory than sm_89 has.
     """
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = tl.load(positions + b)
@@ -362,28 +370,35 @@ def attend(
     if low < high:
         head, d, p = tl.arange(0, H), tl.arange(0, D), tl.arange(0, BLOCK)
         heads = n_kv * group
-        mine = (head < group)[:, None] & (d < DIM)[None, :]
         at = qkv + b.to(tl.int64) * pitch + (g * group + head)[:, None] * DIM + d[None, :]
-        q = tl.load(at, mask=mine, other=0) * scale
+        q = ()
+        for i in tl.static_range(PIECES):
+            mine = (head < group)[:, None] & (i * D + d < DIM)[None, :]
+            q = q + (tl.load(at + i * D, mask=mine, other=0) * scale,)
         pages = table + tl.load(sequence + b) * width
         top = tl.full((H,), float("-inf"), tl.float32)
         total = tl.zeros((H,), tl.float32)
-        acc = tl.zeros((H, D), tl.float32)
+        acc = (tl.zeros((H, D), tl.float32),) * PIECES
         for block in range(low // BLOCK, tl.cdiv(high, BLOCK)):
             page = (tl.load(pages + block).to(tl.int64) * n_kv + g) * DIM * BLOCK
             seen = (block * BLOCK + p >= low) & (block * BLOCK + p < high)
-            ok = seen[:, None] & (d < DIM)[None, :]
-            keys = tl.load(k + page + d[:, None] * BLOCK + p[None, :], mask=(d < DIM)[:, None], other=0)
-            values = tl.load(v + page + p[:, None] * DIM + d[None, :], mask=ok, other=0)
-            scores = scores_of(q, keys, seen, cap, CAPPED)
+            scores = scores_of(q, k + page, seen, cap, D, DIM, CAPPED)
             higher = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp(scores - higher[:, None])
             fade = tl.exp(top - higher)
             total = total * fade + tl.sum(weights, axis=1)
-            acc = tl.dot(weights, values.to(tl.float32), acc * fade[:, None], input_precision="tf32x3")
+            new = ()
+            for i in tl.static_range(PIECES):
+                ok = seen[:, None] & (i * D + d < DIM)[None, :]
+                values = tl.load(v + page + p[:, None] * DIM + i * D + d[None, :], mask=ok, other=0)
+                faded = acc[i] * fade[:, None]
+                new = new + (tl.dot(weights, values.to(tl.float32), faded, input_precision="tf32x3"),)
+            acc = new
             top = higher
         part = ((b.to(tl.int64) * heads + g * group + head) * spans + s) * (DIM + 2)
-        tl.store(parts + part[:, None] + d[None, :], acc, mask=mine)
+        for i in tl.static_range(PIECES):
+            mine = (head < group)[:, None] & (i * D + d < DIM)[None, :]
+            tl.store(parts + part[:, None] + i * D + d[None, :], acc[i], mask=mine)
         tl.store(parts + part + DIM, top, mask=head < group)
         tl.store(parts + part + DIM + 1, total, mask=head < group)
 

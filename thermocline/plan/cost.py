@@ -184,11 +184,13 @@ class LayerWork:
     kv_read_bytes: int
     dim: int
     on_gpu: str = "any"  # of its neurons: "any" number of the hottest, "all" or none, "none"
+    attention_on_gpu: bool | None = None  # None: or not
     shared: bool = False  # it has an FFN of every token, with its attention: neurons go to a GPU with both
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
         alike = self.reads is other.reads and (self.on_gpu, self.shared) == (other.on_gpu, other.shared)
+        alike &= self.attention_on_gpu == other.attention_on_gpu
         return alike and kv and self.sizes == other.sizes
 
 
@@ -217,10 +219,11 @@ def layer_columns(
     counts = ends[layer.on_gpu] if gpu else borders[:1]
     tails = s.neurons - borders[::-1] if disk else borders[:1]
     both = np.array([False, True]) if gpu else np.array([False])
+    attention = both if layer.attention_on_gpu is None else np.array([layer.attention_on_gpu])
     asks_there = work.predicts and s.predictor.bytes and layer.on_gpu != "none" and work.experts == 1
     predictors = both if asks_there else both[:1]
     fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
-    every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
+    every = np.meshgrid(attention, predictors, counts, tails, fetched, indexing="ij")
     a, p, g, d, f = (x.ravel() for x in every)
     fits = (g + d <= s.neurons) & (~f | (d > 0)) & (a | (g == 0) | (not layer.shared))
     a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
@@ -358,7 +361,7 @@ def head_columns(sizes: ModelSizes, v: Speeds, *, gpu: bool) -> Columns:
         vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
         ram_bytes=~where * sizes.head.bytes,
         gpu_us=np.where(where, there, 0.0),
-        cpu_us=np.where(where, 0.0, v.cpu(part.reads)),
+        cpu_us=np.where(where, 0.0, v.cpu(part.reads)) + v.cpu(sizes.embed.reads),
         disk_us=np.zeros(len(where)),
         sync_us=np.zeros(len(where)),
     )

@@ -17,7 +17,7 @@ DISK = "disk"
 # every token takes beside its experts.
 ATTENTION = tuple(f"{name}.weight" for name in (
     "qkv", "q", "k", "v", "attn_out", "attn_gate", "q_a", "q_b", "kv_a", "k_b", "v_b",
-    "shared.gate", "shared.up", "shared.down", "shared.router",
+    "shared.gate", "shared.up", "shared.down", "shared.router", "per_layer.gate", "per_layer.down",
 ))  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, reads_from_disk, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
-from thermocline.plan.problem import Ask, Problem, without_gpu_ops
+from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
 CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
@@ -146,9 +146,21 @@ def _best(p: Problem) -> Placed | None:
 
 
 def _place(p: Problem, *, disk: bool) -> Placed | None:
-    """The best placement, with a GPU where there is one; None where nothing fits."""
+    """The best placement, with a GPU where there is one; None where nothing fits.
+
+    Layers that attend to others' keys and values lie where those lie: all on the GPU, or all on the CPU.
+    """
+    if not p.spec.kv_shared_layers or p.room(disk=disk).vram_bytes == 0:
+        return _solved(p, disk=disk)
+    ways = (False,) if p.ask.objective == "frequency" else (False, True)
+    found = [x for there in ways if (x := _solved(p, disk=disk, sharing=there)) is not None]
+    return min(found, key=lambda x: x.choice.value, default=None)
+
+
+def _solved(p: Problem, *, disk: bool, sharing: bool | None = None) -> Placed | None:
+    """`sharing`: whether the layers that share keys and values have their attention on the GPU."""
     room = p.room(disk=disk)
-    groups, of = _groups(p, disk=disk)
+    groups, of = _groups(p, disk=disk, sharing=sharing)
     choice = solve(groups, room, time_limit=TIME_LIMIT_S)
     if choice is None:
         return None
@@ -161,11 +173,14 @@ def _place(p: Problem, *, disk: bool) -> Placed | None:
     return Placed(chosen[:-1], chosen[-1], choice, any(c.vram_bytes[i] for c, i in chosen), disk)
 
 
-def _groups(p: Problem, *, disk: bool) -> tuple[list[Group], list[int]]:
+def _groups(p: Problem, *, disk: bool, sharing: bool | None = None) -> tuple[list[Group], list[int]]:
     """(the layers and last the head, as groups, the group of each)."""
     work, room = p.work(), p.room(disk=disk)
     gpu = room.vram_bytes > 0
+    pairs = [(i, p.spec.kv_layer(i)) for i in range(p.spec.n_layers)]
+    tied = {layer for pair in pairs if pair[0] != pair[1] for layer in pair}
     v, layers = p.speeds(work), list(p.layers(work))
+    layers = [replace(x, attention_on_gpu=sharing) if i in tied else x for i, x in enumerate(layers)]
     clusters = DISK_CLUSTERS if disk and gpu else CLUSTERS
     made: list[Columns] = []
     for i, layer in enumerate(layers):
@@ -351,8 +366,6 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.work().predicts:
         known = "name" if p.hotness.excess is not None else "are taken to name"
         yield f"predictors {known} {p.excess:.3g} neurons for an active one"
-    if p.tiers.gpu is not None and (what := without_gpu_ops(p.spec)) is not None:
-        yield f"the GPU is not used: {what} has no GPU ops yet"
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"

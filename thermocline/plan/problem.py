@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def vram(self) -> int:
-        if self.tiers.gpu is None or without_gpu_ops(self.spec):
+        if self.tiers.gpu is None:
             return 0
         return self.tiers.gpu.vram_bytes if self.ask.vram_bytes is None else self.ask.vram_bytes
 
@@ -139,21 +139,7 @@ class Problem:
             kept = self.kv_layer_bytes(i) + self.state_layer_bytes(i)
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
             where, shared = divides(self.spec, i), self.spec.shared_dim > 0
-            yield LayerWork(sizes, reads, kept, kv_read, self.spec.dim, where, shared)
-
-
-def without_gpu_ops(spec: ModelSpec) -> str | None:
-    """Return what of a model no GPU computes yet; None: nothing."""
-    for what, there in (
-        ("heads of two sizes", spec.full_head_dim + spec.full_kv_heads > 0),
-        ("values that are keys, or normed", spec.values_are_keys or spec.v_norm),
-        ("keys and values that layers share", spec.kv_shared_layers > 0),
-        ("a number for each layer", spec.layer_scale),
-        ("what tokens bring to layers", spec.per_layer_dim > 0),
-    ):
-        if there:
-            return what
-    return None
+            yield LayerWork(sizes, reads, kept, kv_read, self.spec.dim, where, None, shared)
 
 
 def divides(spec: ModelSpec, layer: int) -> str:

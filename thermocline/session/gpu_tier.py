@@ -15,7 +15,7 @@ from thermocline.plan.budget import Decision
 from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, Needs, context_for, reads_from_disk
-from thermocline.plan.problem import Ask, without_gpu_ops
+from thermocline.plan.problem import Ask
 from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
@@ -78,8 +78,6 @@ def check(spec: ModelSpec, types: CacheTypes) -> None:
         raise Unsupported(
             f"{spec.architecture}: embeddings of another width than its layers have no GPU ops; use --gpu off"
         )
-    if (what := without_gpu_ops(spec)) is not None:
-        raise Unsupported(f"{spec.architecture}: {what} has no GPU ops yet; use --gpu off")
 
 
 def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tuple[Decision, Gpus] | None:

@@ -84,6 +84,7 @@ def check(spec: ModelSpec, placement: Placement, gpus: int) -> None:
         assert all(gpu_index(r.device) < gpus for r in gpu_ranges(p)), "a GPU that this session does not have"
         assert spec.sparse or len(on) <= 1, "only neurons that can be skipped are divided"
         assert sum(r.neurons for r in p.ranges) == spec.ffn(i).width, "ranges add up to the FFN's neurons"
+        assert p.attention == placement.layers[spec.kv_layer(i)].attention, "keys and values are in one place"
         assert not spec.shared_dim or p.attention == FIRST_GPU or not gpu_ranges(p), "the shared FFN is there"
 
 

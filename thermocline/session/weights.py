@@ -368,7 +368,10 @@ class PackInMemory:
             whole = self.matrix(fused)
             if not twice:
                 return Linear(whole, bias)
-            return Linear(Stacked((whole, self._rows_from(fused, shape.context))), bias)
+            if isinstance(whole, _native.Matrix):
+                return Linear(Stacked((whole, self._rows_from(fused, shape.context))), bias)
+            there = cast("DeviceRows", whole)
+            return Linear(Stacked((there, replace(there, data=there.data[shape.context :]))), bias)
         names = shape.projections
         if shape.latent is not None:
             names = ("q" if shape.latent.q_rank is None else "q_a", "kv_a")
