@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+#ifdef THERMOCLINE_X86
+#include <emmintrin.h>
+#endif
+
 // Plain loops over words of 4 and 8 bytes: a compiler's baseline vectorises them, and a row stays in the
 // first cache between one plane and the next. Bits change places by delta swaps: to swap two bits of all
 // positions' numbers, exchange what lies at the positions that have the one and those that have the other.
@@ -195,9 +199,41 @@ void tq2_0(size_t n, const uint8_t* from, uint8_t* to) {
 
 // ---- rows in groups
 
+#ifdef THERMOCLINE_X86
+// Four dwords of each of four rows that are neighbours in their group: a vector of each becomes one of all.
+void turn_dwords(const LaneOfGroup* rows, size_t from, uint8_t* to, size_t stride) {
+    __m128i row[4], half[4];
+    for (int r = 0; r < 4; r++)
+        row[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r].row + from));
+    half[0] = _mm_unpacklo_epi32(row[0], row[1]), half[1] = _mm_unpacklo_epi32(row[2], row[3]);
+    half[2] = _mm_unpackhi_epi32(row[0], row[1]), half[3] = _mm_unpackhi_epi32(row[2], row[3]);
+    const __m128i turned[4] = {_mm_unpacklo_epi64(half[0], half[1]), _mm_unpackhi_epi64(half[0], half[1]),
+                               _mm_unpacklo_epi64(half[2], half[3]), _mm_unpackhi_epi64(half[2], half[3])};
+    to += 4 * rows[0].lane;
+    for (int i = 0; i < 4; i++)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + size_t(i) * stride), turned[i]);
+}
+#endif
+
+bool are_neighbours(const LaneOfGroup* rows, size_t count) {
+    for (size_t r = 1; r < count; r++)
+        if (rows[r].lane != rows[0].lane + r) return false;
+    return true;
+}
+
 // n units of each of `count` rows, from byte `from` of a row on, to the lanes of a group, or back.
 template <size_t UNIT>
-void to_group(size_t n, size_t from, const LaneOfGroup* rows, size_t count, uint8_t* to, size_t group) {
+void to_group(size_t n, size_t from, const LaneOfGroup* rows, size_t count, uint8_t* to, size_t group,
+              bool in_turn) {
+#ifdef THERMOCLINE_X86
+    if (UNIT == 4 && in_turn && n % 4 == 0 && count % 4 == 0) {
+        for (size_t i = 0; i < n; i += 4, from += 16, to += 16 * group)
+            for (size_t r = 0; r < count; r += 4) turn_dwords(rows + r, from, to, 4 * group);
+        return;
+    }
+#else
+    (void)in_turn;
+#endif
     for (size_t i = 0; i < n; i++, from += UNIT, to += UNIT * group)
         for (size_t r = 0; r < count; r++) memcpy(to + rows[r].lane * UNIT, rows[r].row + from, UNIT);
 }
@@ -268,14 +304,15 @@ bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row) 
 
 void interleave_rows(Format format, size_t cols, size_t group, const LaneOfGroup* rows, size_t count,
                      uint8_t* to) {
+    const bool in_turn = are_neighbours(rows, count);
     for (size_t c = 0; c < cols; c += kSlab * 32)
         to += each_run(format, cols, c, group, [&](size_t unit, size_t n, size_t from, size_t at) {
             if (unit == 4)
-                to_group<4>(n, from, rows, count, to + at, group);
+                to_group<4>(n, from, rows, count, to + at, group, in_turn);
             else if (unit == 2)
-                to_group<2>(n, from, rows, count, to + at, group);
+                to_group<2>(n, from, rows, count, to + at, group, in_turn);
             else
-                to_group<1>(n, from, rows, count, to + at, group);
+                to_group<1>(n, from, rows, count, to + at, group, in_turn);
         });
 }
 

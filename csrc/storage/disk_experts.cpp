@@ -83,9 +83,14 @@ ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t s
       reads_(reader_.depth()) {
     take_left_behind();
     rows_.begin(steps, rows_.disabled(DiskRows::NO_CACHE));
-    // What the call needs and is in memory stays: no expert makes room for another one of the same call.
-    for (const Task& t : tasks_)
-        if (t.expert >= 0) rows_.used(t.expert, t.uses), rows_.hold(t.expert);
+    // Of a few tokens all that is needed and in memory stays: no expert makes room for another of the same
+    // call. A prompt, which may need all experts, leaves those that it used most, at the price of as many
+    // reads.
+    for (const Task& t : tasks_) {
+        if (t.expert < 0) continue;
+        rows_.used(t.expert, t.uses);
+        if (!many_) rows_.hold(t.expert);
+    }
 }
 
 ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted, int threads,
@@ -106,7 +111,13 @@ ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted
     pinned_ = tasks_.size();
 }
 
+// Reads in flight after a failure are awaited, but not where somebody wants the call to end.
 ExpertReads::~ExpertReads() {
+    const bool given_up = failed() && error_.error == ECANCELED;
+    for (ReadDone done[64]; under_way_ && !given_up && !reader_.forked();) {
+        under_way_ -= reader_.take(done, 64, true);
+        if (under_way_ && interrupted_ && interrupted_()) break;
+    }
     reader_.left_behind += under_way_;
     rows_.settle();
     if (many_) rows_.stats.streamed += rows_.stats.bytes - bytes_before_;
@@ -140,7 +151,7 @@ void ExpertReads::pin_wave() {
     for (size_t missing = 0; pinned_ < tasks_.size(); pinned_++) {
         Task& t = tasks_[pinned_];
         if (t.expert < 0) continue;
-        if (missing == most && !rows_.hold(t.expert)) return;
+        if (missing == most && rows_.slot_of(t.expert) < 0) return;
         Wanted wanted;
         size_t n;
         if (!rows_.pin(&t.expert, 1, &t.slot, &t.entry, &wanted, &n, 0)) return;

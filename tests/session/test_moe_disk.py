@@ -37,6 +37,7 @@ from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import hotness
 from thermocline.plan.cost import IN_FLIGHT, LayerWork, Reads, Speeds, Work, step_us, stored_times
+from thermocline.plan.disk import expert_split
 from thermocline.plan.disk.cache_split import Fetch, Share
 from thermocline.plan.disk.disk_split import Arrangement, Contents
 from thermocline.plan.disk.neuron_plan import stored_prediction
@@ -193,7 +194,12 @@ def test_the_least_that_a_refusal_names_is_enough_and_less_is_not(mixture: Path,
         opened(mixture, enough - 0.011, sparsity=sparsity)
 
 
-def test_a_mixture_that_skips_nothing_has_to_be_in_memory(tmp_path: Path, thermocline: Run) -> None:
+def test_a_mixture_that_skips_nothing_takes_turns_expert_by_expert(
+    tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As people run it: what is too little says how much is enough, and that gives the same answer."""
+    monkeypatch.setattr(expert_split, "DEPTH", 4)
+    monkeypatch.setattr(expert_split, "ARRANGED_ROWS", 64)
     experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": FFN}
     hf = tiny.hf_directory(
         tmp_path / "hf",
@@ -204,9 +210,17 @@ def test_a_mixture_that_skips_nothing_has_to_be_in_memory(tmp_path: Path, thermo
     )
     save_file(tensors(), hf / "model.safetensors")
     assert thermocline("pack", hf, "-o", tmp_path / "pack", "--format", "f32", "-q").code == 0
-    ran = thermocline("run", "-m", tmp_path / "pack", "--ram", "0.05", "-c", "64", "-q", "Cold")
+    command = ("run", "-m", tmp_path / "pack", "-c", "64", "-t", "2", "-n", "8", "--temp", "0", "--json")
+    whole = json.loads(thermocline(*command, "Cold").out)
+    ran = thermocline(*command, "--ram", "0.02", "Cold")
     assert ran.code == OutOfBudget.exit_code and ran.err.count("\n") == 1
-    assert "the model needs " in ran.err and "is allowed; use " in ran.err
+    enough = re.search(r"with its experts on disk the model still needs .*--ram ([\d.]+), a shorter", ran.err)
+    assert enough is not None, ran.err
+    told = json.loads(thermocline(*command, "--ram", enough[1], "Cold").out)
+    assert (told["token_ids"], told["logits_hash"]) == (whole["token_ids"], whole["logits_hash"])
+    assert told["memory_bytes"] <= float(enough[1]) * GIB < whole["memory_bytes"]
+    assert told["disk"] is not None and told["disk_bytes_per_token"] > 0 and whole["disk"] is None
+    assert [x["ranges"][0]["experts"] for x in told["placement"]["layers"]] == [1] * tiny.LAYERS
 
 
 @pytest.mark.parametrize("sparsity", [pytest.param("exact", marks=pytest.mark.slow), "predict"])

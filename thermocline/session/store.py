@@ -58,7 +58,7 @@ class Store:
 
 
 class OnDisk(Protocol):
-    """What takes turns in memory: a `Store`'s neurons, or experts."""
+    """Neurons or experts that take turns in memory."""
 
     @property
     def how(self) -> str: ...

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+from thermocline.model.tensors import TensorInfo
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
 from thermocline.plan.disk.cache_split import Fetch
@@ -15,11 +17,11 @@ from thermocline.plan.solver import Budget
 NOTHING = Fetch(0.0, 0.0, 0.0)
 
 
-def expert_plan(p: Problem, m: Mixture) -> Plan:
+def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo]) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
     others = {"keys and values": sum(map(p.kv_layer_bytes, range(p.spec.n_layers)))}
     others |= {k: n for k, n in p.fixed_ram(disk=False).items() if k != "embedding"}
-    s = divide(m, p.ram, others)
+    s = divide(Mixture(p.spec, tensors), p.ram, others)
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
