@@ -25,10 +25,8 @@ from thermocline.errors import BadFile, Unsupported
 from thermocline.files.gguf import GGUF
 from thermocline.model import families
 from thermocline.model.gguf_families import read_model
-from thermocline.model.modes import PLAIN
 from thermocline.model.spec import ModelSpec, RopeScaling, Router, check_spec
 from thermocline.pack.pack import Pack
-from thermocline.session import gpu_tier
 
 IDS = kept_twins.ids()
 
@@ -341,16 +339,3 @@ def test_a_gguf_s_answers_end_before_what_a_function_would_say(tmp_path: Path) -
     )
     with GGUF(path) as file:
         assert read_model(file)[0].eos_ids == (2, 9, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("gemma4", "heads of two sizes"),
-        ("gemma4_moe", "heads of two sizes"),
-        ("gemma4_small", "heads of two sizes"),
-    ],
-)
-def test_what_a_gpu_cannot_do_is_refused_in_a_line(name: str, what: str) -> None:
-    with pytest.raises(Unsupported, match=f"{what}.* has no GPU ops yet; use --gpu off"):
-        gpu_tier.check(spec_of(name), PLAIN)

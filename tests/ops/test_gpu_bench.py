@@ -87,7 +87,7 @@ def test_a_mixture_is_right_wherever_its_experts_are(
     true = torch_kernels.route
     monkeypatch.setattr(torch_kernels, "route", lambda w, logits, *rest: true(w, -logits, *rest))
     found = list(bench.gpu_check.of_pack(stand_in, pack, z, "mixture"))
-    assert {r.placement for r in found if r.right} == {"attention"}  # where the CPU is asked
+    assert [r for r in found if r.right] == []  # a GPU with any part of a layer is asked
 
 
 @pytest.mark.parametrize("broken", ["down", "attention", "predict"])

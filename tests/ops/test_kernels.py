@@ -692,7 +692,7 @@ BINDERS = {
     "bind_experts",
 }  # arguments of the ops, made ready
 OF_MIXTURES = {"routed"}  # tests/ops/test_moe.py
-HINTS = {"read_ahead", "run", "rows", "states"}  # compute nothing: tests/test_disk.py, tests/test_gpu.py
+HINTS = {"read_ahead", "run", "rows", "states", "bring"}  # compute nothing: test_disk.py, test_gpu.py
 
 
 def public_functions(where: Any) -> set[str]:

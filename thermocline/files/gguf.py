@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadFile, IOFailure
-from thermocline.files.bounded import OpenFile, quoted, read_at
+from thermocline.files.bounded import OpenFile, file_state, quoted, read_at
 from thermocline.files.gguf_header import Header, Short, Value, parse_header
 
 U8 = NDArray[np.uint8]
@@ -30,7 +30,7 @@ class GGUFPart(OpenFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self.opened_as = self.stat()
+            self.opened_as = file_state(self.stat())
             self.header = self._read_header()
         except BaseException:
             self.close()

@@ -21,7 +21,6 @@ from thermocline.convert.from_gguf import files_of_metadata, gguf_hash
 from thermocline.convert.gguf_rows import GGUFSource, bad_scale, formats_of
 from thermocline.convert.tokenizers import has_tokenizer
 from thermocline.errors import ThermoclineError
-from thermocline.files.bounded import FileState, file_state
 from thermocline.files.gguf import GGUF
 from thermocline.files.small_files import HeldFiles
 from thermocline.model.gguf_families import read_model
@@ -31,6 +30,7 @@ from thermocline.opening.table_rows import TableRows, changed, unread
 from thermocline.pack.blocks import bytes_of
 
 if TYPE_CHECKING:
+    from thermocline.files.bounded import FileState
     from thermocline.model.spec import ModelSpec
     from thermocline.pack.stored_model import FileRows, Progress, Run
 
@@ -199,7 +199,7 @@ def open_gguf(path: Path, activation: str | None = None) -> GGUFModel | str:
             weight_format=weight_format,
             tensors=tensors,
             weights_bytes=weights_bytes,
-            parts=tuple((part.path, file_state(part.opened_as)) for part in gguf.parts),
+            parts=tuple((part.path, part.opened_as) for part in gguf.parts),
             rows=tuple(rows),
             made=made,
             metadata=gguf.metadata,

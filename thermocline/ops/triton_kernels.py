@@ -220,6 +220,7 @@ def latent_attention(
         DIM=a.kv_rank,
         D=wide,
         S=min(16, _power(n_spans)),
+        CHUNKED=False,
     )
 
 

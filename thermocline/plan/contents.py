@@ -25,7 +25,7 @@ def left_out(spec: ModelSpec, specs: Mapping[str, TensorSpec]) -> list[tuple[str
     """
     every = tuple(n for n in looked_up(spec, specs) if specs[n].bytes > lookup_bytes(specs[n].stride))
     always = tuple(n for n in every if n == "per_layer.embed.weight")
-    return [always] if reads_from_disk(spec) or always == every else [always, every]
+    return [always] if reads_from_disk(spec) == "neurons" or always == every else [always, every]
 
 
 def tables_of(model: StoredModel) -> list[tuple[str, ...]]:

@@ -240,7 +240,8 @@ def placed(s: ExpertSplit, context: int, kv_tokens: int) -> Placement:
         LayerPlacement(CPU, None, (NeuronRange(CPU, spec.ffn(i).width, experts=s.slots.get(i)),))
         for i in range(spec.n_layers)
     )
-    return Placement(layers, CPU, context, kv_tokens, {CPU: s.parts, DISK: s.left_on_disk})
+    tables = tuple(looked_up(spec, s.mixture.tensors))
+    return Placement(layers, CPU, context, kv_tokens, {CPU: s.parts, DISK: s.left_on_disk}, tables)
 
 
 def split_of(m: Mixture, placement: Placement) -> ExpertSplit:
