@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 F16 = NDArray[np.float16]
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -740,7 +741,8 @@ def disk_scratch_bytes(shape: LayerShape) -> int:
 class CacheReplay:
     """A layer's cache without its disk, as `DiskRows` has it once it is loaded. ValueError: no such policy.
 
-    `likely` [neurons]: how likely a token needs each. The policies: lfu (the engine's), lru, pinned.
+    `likely` [neurons]: how likely a token needs each. The policies: lfu (the engine's), lru, pinned,
+    experts.
     """
 
     def __new__(
@@ -749,3 +751,21 @@ class CacheReplay:
     def step(self, needed: I32, missed: I32) -> int:
         """A step of few tokens needs these neurons, ascending. Those that the engine would read, with one
         thread, go into `missed`, which is as long at least; how many they are is returned."""
+
+def replay_experts(
+    policy: str,
+    ids: I32,
+    ends: I64,
+    missed: I32,
+    *,
+    experts: int,
+    slots: int,
+    passing: int,
+    likely: F32 | None,
+) -> None:
+    """A layer's experts without their disk, as `DiskExperts` has them once they are loaded.
+
+    Step s needs the experts ids[ends[s - 1]:ends[s]], ascending; missed[s] is how many of them are read.
+    `passing`: the slots of a running call. The policies: experts (the engine's), lfu, lru, pinned. ValueError:
+    no such policy.
+    """

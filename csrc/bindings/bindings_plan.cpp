@@ -3,6 +3,7 @@
 
 #include "bindings.h"
 #include "engine/limits.h"
+#include "engine/router.h"
 #include "storage/replay.h"
 
 using tc::CacheReplay;
@@ -76,6 +77,29 @@ static size_t replay_step(CacheReplay& r, I1 needed, Array<int32_t, 1> missed) {
     return r.step(needed.data(), needed.shape(0), missed.data());
 }
 
+static void replay_experts(const std::string& policy, I1 ids, Array<const int64_t, 1> ends,
+                           Array<int32_t, 1> missed, size_t experts, size_t slots, size_t passing,
+                           std::optional<F1> likely) {
+    check(experts > 0 && experts <= tc::kMostExperts && slots <= experts, "more slots than experts");
+    check(passing >= 1 && passing <= size_t(1) << 20, "passing out of range");
+    const size_t steps = ends.shape(0);
+    check(missed.shape(0) >= steps, "missed is too short");
+    int64_t begin = 0;
+    for (size_t s = 0; s < steps; s++) {
+        const int64_t end = ends.data()[s];
+        check(end >= begin && size_t(end) <= ids.shape(0), "ends do not rise, or are beyond the ids");
+        for (int64_t i = begin; i < end; i++)
+            check(ids.data()[i] >= (i > begin ? ids.data()[i - 1] + 1 : 0) && size_t(ids.data()[i]) < experts,
+                  "ids are not ascending, or name an expert that does not exist");
+        begin = end;
+    }
+    const float* frequency = optional_vector(likely, experts, "likely has the wrong length");
+    nb::gil_scoped_release release;
+    const bool known = tc::replay_experts(policy.c_str(), experts, slots, passing, frequency, ids.data(),
+                                          ends.data(), steps, missed.data());
+    check(known, "unknown cache policy");
+}
+
 void bind_plan(nb::module_& m) {
     bind_limits(m);
     bind_scratch(m);
@@ -83,4 +107,7 @@ void bind_plan(nb::module_& m) {
         .def(nb::new_(&make_replay), "policy"_a, nb::kw_only(), "neurons"_a, "hot"_a, "slots"_a,
              "likely"_a.noconvert().none())
         .def("step", &replay_step, "needed"_a.noconvert(), "missed"_a.noconvert());
+    m.def("replay_experts", &replay_experts, "policy"_a, "ids"_a.noconvert(), "ends"_a.noconvert(),
+          "missed"_a.noconvert(), nb::kw_only(), "experts"_a, "slots"_a, "passing"_a,
+          "likely"_a.noconvert().none());
 }

@@ -82,7 +82,62 @@ class Replay : public CacheReplay {
     int32_t* missed_ = nullptr;
 };
 
+// As ExpertReads asks, wave by wave: the next one's slots are found before those of the running one are free.
+template <class Policy>
+class Experts {
+ public:
+    Experts(size_t experts, size_t slots, size_t passing, const float* likely)
+        : pool_(nullptr, 0, slots + passing, passing), cache_(pool_, experts, 0, slots, likely) {
+        for (const Wanted& w : cache_.initial()) cache_.arrived(w.entry);
+    }
+
+    size_t step(const int32_t* ids, size_t n) {
+        cache_.begin(1, false);
+        for (size_t i = 0; i < n; i++) cache_.used(ids[i], 1), cache_.hold(ids[i]);
+        entries_.resize(n);
+        size_t missed = 0, pinned = 0;
+        for (size_t begin = 0, end = 0; begin < n; begin = end) {
+            if (pinned == begin) missed += pin_wave(ids, n, &pinned);
+            end = pinned;
+            missed += pin_wave(ids, n, &pinned);
+            cache_.unpin(entries_.data() + begin, end - begin);
+        }
+        cache_.settle();
+        return missed;
+    }
+
+ private:
+    size_t pin_wave(const int32_t* ids, size_t n, size_t* pinned) {
+        const size_t most = std::max<size_t>(1, pool_.passing.size() / 2);
+        size_t missing = 0;
+        for (; *pinned < n; ++*pinned) {
+            if (missing == most && cache_.slot_of(ids[*pinned]) < 0) break;
+            Wanted wanted;
+            size_t reads;
+            int32_t slot;
+            if (!cache_.pin(ids + *pinned, 1, &slot, &entries_[*pinned], &wanted, &reads, 0)) break;
+            if (reads) cache_.arrived(wanted.entry), missing++;
+        }
+        return missing;
+    }
+
+    SlotPool pool_;
+    RowCache<Policy> cache_;
+    std::vector<int32_t> entries_;
+};
+
 }  // namespace
+
+bool replay_experts(const char* policy, size_t experts, size_t slots, size_t passing, const float* likely,
+                    const int32_t* ids, const int64_t* ends, size_t steps, int32_t* missed) {
+    return with_policy(policy, [&](auto type) {
+        Experts<typename decltype(type)::type> cache(experts, slots, passing, likely);
+        for (size_t s = 0; s < steps; s++) {
+            const int64_t begin = s ? ends[s - 1] : 0;
+            missed[s] = int32_t(cache.step(ids + begin, size_t(ends[s] - begin)));
+        }
+    });
+}
 
 std::unique_ptr<CacheReplay> CacheReplay::make(const char* policy, size_t neurons, size_t hot, size_t quota,
                                                const float* likely) {

@@ -29,7 +29,8 @@ class RowCache {
     RowCache(const RowCache&) = delete;
     RowCache& operator=(const RowCache&) = delete;
 
-    // What has to be read before the first call: the hot records, and the next ones into all other slots.
+    // What has to be read before the first call: the hot records, and those that score highest into all other
+    // slots; of equals the first.
     std::vector<Wanted> initial();
     // A call begins that counts as so many steps. Of a call whose reads begin early: before `expect`.
     // `forget`: it finds nothing but hot records.
@@ -140,9 +141,13 @@ template <class Policy>
 std::vector<Wanted> RowCache<Policy>::initial() {
     std::vector<Wanted> wanted;
     for (size_t i = 0; i < hot; i++) wanted.push_back({int32_t(i), first_slot + int32_t(i), kHot});
+    std::vector<int32_t> best(where_.size());
+    for (size_t i = 0; i < best.size(); i++) best[i] = int32_t(hot + i);
+    std::stable_sort(best.begin(), best.end(), [this](int32_t a, int32_t b) { return score(a) > score(b); });
+    std::sort(best.begin(), best.begin() + std::ptrdiff_t(cold_.size()));  // as they lie in the file
     for (size_t i = 0; i < cold_.size(); i++) {
-        fill(int32_t(i), int32_t(hot + i));
-        wanted.push_back({int32_t(hot + i), cold_[i].slot, int32_t(i)});
+        fill(int32_t(i), best[i]);
+        wanted.push_back({best[i], cold_[i].slot, int32_t(i)});
     }
     return wanted;
 }

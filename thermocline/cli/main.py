@@ -27,12 +27,12 @@ from thermocline.cli.commands import (
     pack,
     plan,
     profile_pack,
-    routes,
     run,
     serve,
     synth,
     train,
 )
+from thermocline.cli.commands.routing import routes, trace
 from thermocline.cli.console import INTERRUPTED, LogLines, emit, log_lines
 from thermocline.cli.environment import check_environment, debugging
 from thermocline.errors import IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -69,6 +69,7 @@ COMMANDS = {
     "bench": Command(bench.BenchOptions, bench.bench),
     "eval": Command(evaluate.EvalOptions, evaluate.evaluate),
     "routes": Command(routes.RoutesOptions, routes.routes),
+    "trace": Command(trace.TraceOptions, trace.trace),
     "doctor": Command(doctor.DoctorOptions, doctor.doctor),
     "pull": Command(model_cache.PullOptions, model_cache.pull),
     "ls": Command(model_cache.LsOptions, model_cache.ls),

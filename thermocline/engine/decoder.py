@@ -32,6 +32,7 @@ from thermocline.ops.interface import (
     H,
     Heads,
     L,
+    Layer,
     Logits,
     M,
     Norm,
@@ -259,6 +260,11 @@ def _steps(
 
 def _norm(spec: ModelSpec, norm: Norm | None, x: ResidualStream, ops: OpaqueOps) -> ResidualStream:
     return x if norm is None else ops.norm(x, norm.weight, norm.bias, spec.norm_eps, spec.norm)
+
+
+def ffn_input(spec: ModelSpec, layer: Layer, h: F32, ops: OpaqueOps) -> F32:
+    """Return what a layer's gates read, of what `ffn_add` is given: normed, unless `forward` has done so."""
+    return h if spec.norm_order == "post" else np.asarray(_norm(spec, layer.ffn_norm, h, ops))
 
 
 def _logits(model: Model, x: ResidualStream, ops: OpaqueOps) -> Logits:

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.engine.decoder import bind, for_context, forward
+from thermocline.engine.decoder import bind, ffn_input, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer, WeightMatrix, Weights
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, WeightMatrix, Weights, opaque
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 
 UNIT = BUCKETS[-1]  # passages and steps are whole windows of this size, except at a passage's end
@@ -105,20 +105,14 @@ class ActivityRecorder(CpuOps):
         shares: F32 | None = None,
     ) -> None:
         layer, self._layer = self._layer, self._layer + 1
-        seen = (
-            self._normed(layer, h[self._wanted]) if len(self._wanted) else None
-        )  # before x, maybe h, changes
+        seen = None
+        if len(self._wanted):  # before x, maybe h, changes
+            seen = ffn_input(self._spec, self._layers[layer], h[self._wanted], opaque(self))
         record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
         super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
         add_windows((record[self._skip :] != 0).view(np.uint8), self.counts[layer])
         if seen is not None:
             self.samples.append(self._sample(layer, seen, record[self._wanted]))
-
-    def _normed(self, layer: int, h: F32) -> F32:
-        norm = self._layers[layer].ffn_norm
-        if norm is None or self._spec.norm_order == "post":  # `forward` has applied the norm already
-            return h
-        return self.norm(h, norm.weight, norm.bias, self._spec.norm_eps, self._spec.norm)
 
     def _sample(self, layer: int, seen: F32, h: F32) -> Sampled:
         row, index = np.nonzero(h)
@@ -152,6 +146,35 @@ def _row_norms(down: WeightMatrix, ops: RowDecoder) -> F32:
     return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])
 
 
+class Passages:
+    """Computes passages, each on its own, with ops that look on, in a KV cache of its own."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: CpuOps, context: int) -> None:
+        self._ops = opaque(ops)
+        self._model = bind(for_context(spec, context), weights, self._ops)
+        self._kv = KVCache(spec, blocks_for(context))
+        self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
+        self._states = StateTurns(spec)
+
+    def compute(self, ids: I32) -> None:
+        """Compute a whole passage. Raises NumericalError."""
+        for begin in range(0, len(ids), STEP):
+            self.step(ids, begin, min(begin + STEP, len(ids)))
+
+    def step(self, ids: I32, begin: int, end: int) -> None:
+        """Compute tokens [begin, end) of a passage, whose earlier ones were the last. NumericalError."""
+        at = np.arange(begin, end, dtype=np.int32)
+        last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite
+        turn, states = self._states.step(1, first=begin == 0), self._states.layers
+        batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last, None, *turn)
+        model, kv, ops = self._model, self._kv, self._ops
+        logits = forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats(), states=states)
+        if not np.isfinite(logits).all():
+            raise NumericalError(
+                "the model gives NaN or infinity: its weights are damaged, or too large for its format"
+            )
+
+
 class ProfileWorker:
     """Runs one passage at a time through the decoder, with its own thread pool and KV cache."""
 
@@ -160,10 +183,7 @@ class ProfileWorker:
     ) -> None:
         self._prefix = prefix
         self._ops = ActivityRecorder(threads, spec, weights.layers, norms)
-        self._model = bind(for_context(spec, context), weights, self._ops)
-        self._kv = KVCache(spec, blocks_for(context))
-        self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
-        self._states = StateTurns(spec)
+        self._passages = Passages(spec, weights, self._ops, context)
 
     def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
         """Count a passage's active neurons. `wanted` are the tokens to sample, ascending.
@@ -181,20 +201,8 @@ class ProfileWorker:
                 raise Stopped
             inside = wanted[(wanted >= begin) & (wanted < end)]
             ops.look_at(max(0, n_prefix - begin), inside - begin)
-            self._step(ids, begin, end)
+            self._passages.step(ids, begin, end)
         return Counted(ops.counts, ops.samples)
-
-    def _step(self, ids: I32, begin: int, end: int) -> None:
-        at = np.arange(begin, end, dtype=np.int32)
-        last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite
-        turn, states = self._states.step(1, first=begin == 0), self._states.layers
-        batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last, None, *turn)
-        model, kv, ops = self._model, self._kv, self._ops
-        logits = forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats(), states=states)
-        if not np.isfinite(logits).all():
-            raise NumericalError(
-                "the model gives NaN or infinity: its weights are damaged, or too large for its format"
-            )
 
 
 class Stopped(Exception):

@@ -17,7 +17,7 @@ import numpy as np
 from thermocline.errors import BadFile, UsageError
 from thermocline.files.bounded import open_regular, read_at
 from thermocline.ops.interface import I32
-from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import StoredModel
 from thermocline.text.tokenizer import FILE, Tokenizer
 
 CONTEXT = 512
@@ -46,17 +46,17 @@ def passage_tokens(context: int, prefix: int, unit: int) -> int:
     return size
 
 
-def read_corpus(pack: Pack, files: Sequence[str], tokens: int, context: int, unit: int) -> Corpus:
+def read_corpus(pack: StoredModel, files: Sequence[str], tokens: int, context: int, unit: int) -> Corpus:
     """Read at most `tokens` tokens (-1: all) of the files, in passages for a context of `context` tokens.
 
     Passages are taken from the files in turn, so that each has its part. A token takes 4 bytes of memory.
     Raises UsageError, BadFile or IOFailure.
     """
-    if not (pack.path / FILE).exists():
+    if not pack.small_files.has(FILE):
         raise UsageError(
             f"{pack.path}: has no tokenizer for a corpus; leave --corpus out to use random tokens"
         )
-    tokenizer = Tokenizer(pack.path, pack.spec)
+    tokenizer = Tokenizer(pack.small_files, pack.spec)
     bos = pack.spec.bos_id
     prefix = [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
     size = passage_tokens(context, len(prefix), unit)
@@ -73,7 +73,7 @@ def read_corpus(pack: Pack, files: Sequence[str], tokens: int, context: int, uni
     return _corpus(", ".join(files), prefix, passages, unit)
 
 
-def random_corpus(pack: Pack, tokens: int, context: int, unit: int, seed: int = 1) -> Corpus:
+def random_corpus(pack: StoredModel, tokens: int, context: int, unit: int, seed: int = 1) -> Corpus:
     """Make a corpus of random tokens, for a pack without a tokenizer (from `synth`)."""
     size = passage_tokens(context, 0, unit)
     usable = np.setdiff1d(np.arange(pack.spec.vocab_size), pack.spec.eos_ids)

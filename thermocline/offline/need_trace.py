@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.engine.decoder import ffn_input
 from thermocline.errors import BadFile, IOFailure, Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, opaque
 from thermocline.pack import sidecar
 from thermocline.pack.pack import Pack
 
@@ -85,8 +86,7 @@ class TraceRecorder(CpuOps):
     def _gates(self, layer: int, h: F32, bound: Any, shares: F32 | None) -> Bool:
         """Return the neurons that dReLU needs: it reads an up row if the gate is above the threshold."""
         s, own = self._spec, self._layers[layer]
-        if own.ffn_norm is not None and s.norm_order != "post":
-            h = self.norm(h, own.ffn_norm.weight, own.ffn_norm.bias, s.norm_eps, s.norm)
+        h = ffn_input(s, own, h, opaque(self))
         gates = np.stack(
             [self.matmul(g.weight, h, g.bias) for g in (f.part.gate for f in own.experts)], axis=1
         )

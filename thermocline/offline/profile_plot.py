@@ -48,7 +48,9 @@ def draw(profile: Profile, path: Path, name: str) -> None:
     _save(figure, path)
 
 
-def draw_replay(rows: Sequence[dict[str, Any]], path: Path, name: str, source: str) -> None:
+def draw_replay(
+    rows: Sequence[dict[str, Any]], path: Path, name: str, source: str, what: str = "neurons"
+) -> None:
     """Draw hit rates over the size of the cache, one line for each policy. Raises IOFailure."""
     from matplotlib.figure import Figure
 
@@ -58,7 +60,7 @@ def draw_replay(rows: Sequence[dict[str, Any]], path: Path, name: str, source: s
         own = sorted((row["places"], row["hit_rate"]) for row in rows if row["policy"] == policy)
         axes.plot(*zip(*own, strict=True), marker="o", markersize=3, linewidth=1.4, label=policy)
     axes.set(
-        title=f"{name}: {source}", xlabel="share of neurons in memory", ylabel="found there", ylim=(0, 1)
+        title=f"{name}: {source}", xlabel=f"share of {what} in memory", ylabel="found there", ylim=(0, 1)
     )
     axes.xaxis.set_major_formatter(_percent)
     axes.yaxis.set_major_formatter(_percent)

@@ -28,7 +28,10 @@ VERSION = 2  # 1 had no checksums
 KEY, SUMS = "thermocline", "crc32c"
 DIGITS = 8  # hex digits of a checksum: the header's length is fixed before checksums are known
 MAX_MANIFEST_BYTES = 4 << 20
-_DTYPES = {"<i8": "I64", "<i4": "I32", "<u4": "U32", "|u1": "U8", "|i1": "I8", "<f2": "F16", "<f4": "F32"}
+_DTYPES = {
+    "<i8": "I64", "<i4": "I32", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|i1": "I8", "<f2": "F16",
+    "<f4": "F32",
+}  # fmt: skip
 
 TensorShapes = Mapping[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> dtype, shape
 

@@ -29,6 +29,7 @@ from thermocline.plan.disk.disk_split import (
     in_part,
     least_bytes,
 )
+from thermocline.plan.disk.expert_hits import own_routing
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed, split_of
 from thermocline.plan.memory import Needs as Needs
 from thermocline.plan.memory import context_for, contexts_for, fit, others_of, reads_from_disk
@@ -80,7 +81,7 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
     kv_tokens = needs.kv_tokens or context
     others, whole = _others(spec, needs, context, kv_tokens), sizes.weights_bytes
     if left == "experts":
-        mixture = Mixture(spec, pack.tensors)
+        mixture = Mixture(spec, pack.tensors, own_routing(pack))
         if expert_split.least_bytes(mixture, others) >= whole + sum(others.values()):
             raise refused
         split = divide(mixture, needs.budget, others, limit=needs.limit)

@@ -13,6 +13,7 @@ from thermocline.pack.blocks import new_arena
 from thermocline.plan.disk.disk_split import looked_up
 
 if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
     from thermocline.pack.stored_model import RowSource, StoredModel
 
 
@@ -49,6 +50,16 @@ def opened(model: StoredModel, tables: Sequence[str]) -> dict[str, Lookup]:
         arena = new_arena(aligned(t.stride), f"a row of {name}")
         found[name] = Lookup(model.rows_of(name), t, arena, 0)
     return found
+
+
+def placed(spec: ModelSpec, tensors: Mapping[str, TensorInfo], at: int) -> tuple[dict[str, TensorInfo], int]:
+    """Return places of a row of each table that can stay on disk, from byte `at` of an arena on; their end."""
+    found = {}
+    for name in looked_up(spec, tensors):
+        t = tensors[name]
+        found[name] = TensorInfo(t.format, (1, t.shape[1]), at, t.stride, t.stride)
+        at += aligned(t.stride)
+    return found, at
 
 
 def in_arena(model: StoredModel, placed: Mapping[str, TensorInfo], arena: _native.Arena) -> dict[str, Lookup]:

@@ -15,7 +15,6 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import DiskCounts, Weights
 from thermocline.pack import blocks
-from thermocline.plan.disk.disk_split import looked_up
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, Record, Slab
 from thermocline.session import embedding_rows, weights
 from thermocline.session.weights import Filled, LoadedWeights, PackInMemory
@@ -62,10 +61,8 @@ def places(model: StoredModel, s: ExpertSplit) -> Places:
         placed[name] = replace(t, offset=end)
         runs.append((t.offset, t.offset + t.bytes, end))
         end += aligned(t.bytes)
-    for name in looked_up(m.spec, m.tensors):
-        t = model.tensors[name]
-        placed[name] = TensorInfo(t.format, (1, t.shape[1]), end, t.stride, t.stride)
-        end += aligned(t.stride)
+    rows, end = embedding_rows.placed(m.spec, m.tensors, end)
+    placed |= rows
     pools: dict[int, tuple[int, int]] = {}
     for stride in m.strides:
         slots = m.passing + sum(n for i, n in s.slots.items() if m.records[i].stride == stride)
@@ -128,7 +125,7 @@ def _experts(
     switches: int,
 ) -> dict[int, _native.DiskExperts]:
     """Return the experts of each layer that has some, with the slots that `ExpertSplit` gives them."""
-    passing = s.mixture.passing
+    passing, routing = s.mixture.passing, s.mixture.routing
     pools = {
         stride: _native.SlotPool(made.arena, at, stride, slots, passing)
         for stride, (at, slots) in p.pools.items()
@@ -140,8 +137,9 @@ def _experts(
         names = [f"{model.path}: {slab.tensor}" for slab, _ in rows[0]]
         planar = all(f.planar for _, f in rows[0])
         found[i] = _native.DiskExperts(
-            pools[r.stride], files, runs, s.slots[i], names, planar=planar, disable=switches
-        )
+            pools[r.stride], files, runs, s.slots[i], names, planar=planar, disable=switches,
+            likely=None if routing is None else routing.likely[i],
+        )  # fmt: skip
     return found
 
 

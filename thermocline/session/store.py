@@ -22,7 +22,6 @@ from thermocline.plan.disk.disk_split import (
     DEPTH,
     Arrangement,
     buffer_bytes,
-    looked_up,
     resident,
 )
 from thermocline.session import embedding_rows, expert_store, weights
@@ -98,16 +97,14 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
     end = 0
     for name in resident(c.spec, c.tensors, gates=a.gates is not None):
         t, size = c.tensors[name], c.held_bytes(name)
-        rows = size // (t.stride * t.shape[0])  # of each expert
-        shape = t.shape if size == t.bytes else (t.shape[0], rows, *t.shape[2:])
+        here = size // (t.stride * t.shape[0])  # rows of each expert
+        shape = t.shape if size == t.bytes else (t.shape[0], here, *t.shape[2:])
         placed[name] = replace(t, shape=shape, offset=end, bytes=size)
         for at, (begin, stop) in enumerate(c.held(name)):
             _run(runs, begin, stop, end + at * size // len(c.held(name)))
         end += aligned(size)
-    for name in looked_up(c.spec, c.tensors):
-        t = c.tensors[name]
-        placed[name] = TensorInfo(t.format, (1, t.shape[1]), end, t.stride, t.stride)
-        end += aligned(t.stride)
+    rows, end = embedding_rows.placed(c.spec, c.tensors, end)
+    placed |= rows
     pools: dict[tuple[str, int], TensorInfo] = {}
     for kind, shares in a.kinds:
         of, places = c.of_kind(kind), a.places(shares)

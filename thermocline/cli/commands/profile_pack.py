@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thermocline.cli.commands.routing import profile_routes
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import pack_directory
 from thermocline.cli.shared_options import json_output, quiet_output, thread_count
@@ -23,11 +24,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Count which neurons are active over text, and put the pack in order of hotness."""
+    """Count which neurons are active over text, and order the pack by it; of a mixture, count its experts."""
 
     model: str | None = opt(
-        None, str, "PACK", "Model", "The pack; in its place comes the same in order of hotness.", flags="-m",
-        shown="the bundled model, which needs -o", given=BY_POSITION
+        None, str, "PACK|GGUF", "Model",
+        "The pack; in its place comes the same in order of hotness. A mixture without ReLU, which may be a "
+        "GGUF, stays as it is.",
+        flags="-m", shown="the bundled model, which needs -o", given=BY_POSITION
     )  # fmt: skip
     output: str | None = opt(
         None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="the pack itself"
@@ -64,6 +67,8 @@ def profile(o: ProfileOptions) -> int:
     from thermocline.offline import profile_plot, profiler
     from thermocline.pack.activity_profile import summary
 
+    if (mixture := profile_routes.mixture_of(o.model)) is not None:
+        return profile_routes.profile(o, mixture)
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from thermocline.engine.decoder import ffn_input
 from thermocline.errors import Unsupported
 from thermocline.model.spec import ModelSpec
 from thermocline.offline.routing.statistics import Choices
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, opaque
 
 
 def check_routed(spec: ModelSpec) -> None:
@@ -66,7 +67,5 @@ class RouteRecorder(CpuOps):
         super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
 
     def _shares(self, layer: Layer, h: F32, bound: Any) -> F32:
-        s, norm = self._spec, layer.ffn_norm
-        if norm is not None and layer.router_norm is None and s.norm_order != "post":
-            h = self.norm(h, norm.weight, norm.bias, s.norm_eps, s.norm)
-        return self.routed(h, bound)
+        own = h if layer.router_norm is not None else ffn_input(self._spec, layer, h, opaque(self))
+        return self.routed(own, bound)

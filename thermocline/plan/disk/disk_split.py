@@ -212,8 +212,7 @@ def _has_rows_beside(name: str, spec: ModelSpec, placement: Placement) -> bool:
 def left_on_disk(a: Arrangement) -> dict[str, int]:
     """Part -> bytes that are not in memory at a time."""
     c = a.contents
-    tables = [c.tensors[name] for name in looked_up(c.spec, c.tensors)]
-    parts = {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
+    parts = tables_left(c.spec, c.tensors)
     for kind, shares in a.kinds:
         part, places = "up and down rows" if kind == "bundle" else "gate rows", a.places(shares)
         for i, t in c.of_kind(kind).items():
@@ -298,9 +297,9 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
         parts[part] = parts.get(part, 0) + nbytes
 
     for name in resident(c.spec, c.tensors, gates=gates):
-        add(_part(name), aligned(c.held_bytes(name)))
+        add(part_of(name), aligned(c.held_bytes(name)))
     for name in looked_up(c.spec, c.tensors):
-        add(_part(name), lookup_bytes(c.tensors[name].stride))
+        add(part_of(name), lookup_bytes(c.tensors[name].stride))
     if c.guesses and c.predictor_bytes:
         add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
     add("disk buffers", _buffers(c, gates))
@@ -321,11 +320,20 @@ def looked_up(spec: ModelSpec, tensors: Collection[str]) -> list[str]:
     return [n for n in TABLES if n in tensors and n not in left]
 
 
-def _part(name: str) -> str:
-    """Return the name that `plan` has for a tensor's part."""
-    if name.startswith("layers."):
-        return "gate rows" if ".gate." in name else "attention"
-    return "embedding" if name in TABLES else "head"
+def tables_left(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """Part -> bytes of tables that are not in memory at a time."""
+    tables = [tensors[name] for name in looked_up(spec, tensors)]
+    return {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
+
+
+def part_of(name: str) -> str:
+    """Return the name that `plan` has for the part of a tensor that is in memory whole."""
+    if not name.startswith("layers."):
+        return "embedding" if name in TABLES else "head"
+    part = name.split(".", 2)[2]
+    if part in ("up.weight", "down.weight"):  # of a mixture's layer without experts
+        return "up and down rows"
+    return "gate rows" if part.startswith("gate.") else "attention"
 
 
 def _buffers(c: Contents, gates: bool) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from thermocline.model.tensors import TensorInfo
+import numpy as np
+
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
-from thermocline.plan.disk.cache_split import Fetch
-from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, hits, placed
+from thermocline.plan.disk.cache_split import F64, Fetch
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
@@ -17,11 +17,11 @@ from thermocline.plan.solver import Budget
 NOTHING = Fetch(0.0, 0.0, 0.0)
 
 
-def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo]) -> Plan:
+def expert_plan(p: Problem, mixture: Mixture) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
     others = {"keys and values": sum(map(p.kv_layer_bytes, range(p.spec.n_layers)))}
     others |= {k: n for k, n in p.fixed_ram(disk=False).items() if k != "embedding"}
-    s = divide(Mixture(p.spec, tensors), p.ram, others)
+    s = divide(mixture, p.ram, others)
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
@@ -47,26 +47,32 @@ def _layer(p: Problem, s: ExpertSplit, i: int) -> LayerPlan:
     return LayerPlan("ram", None, 0, n * width, (experts - n) * width, 0, width)
 
 
-def missed(p: Problem, s: ExpertSplit, layer: int, work: Work) -> float:
-    """Return how many experts of a layer a step is expected to read."""
-    return p.spec.n_experts * work.routed * (1 - hits(s, layer))
+def miss_chances(p: Problem, s: ExpertSplit, layer: int, work: Work) -> F64:
+    """Return how likely a step reads 0, 1, 2 ... of a layer's experts.
+
+    A profile's trace is played; without one each expert is missed on its own account.
+    """
+    n = round(p.spec.n_experts * work.routed)
+    if s.mixture.routing is not None:
+        counts = np.bincount(s.mixture.routing.missed(layer, s.slots[layer], work.batch), minlength=n + 1)
+        return counts / max(1, counts.sum())
+    share = 1 - s.hits(layer)
+    return np.array([math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1)])
 
 
 def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -> float:
     """Return how long a layer is expected to wait: its reads run beside the experts that are there.
 
-    Each expert is missed on its own account, so some layers wait while the mean would not.
+    Some steps miss several and wait, where the mean of all would not.
     """
-    disk, n = p.tiers.disk, round(p.spec.n_experts * work.routed)
+    disk, n = p.tiers.disk, p.spec.n_experts * work.routed
     assert disk is not None
-    share = min(1.0, missed(p, s, layer, work) / n)
     each = s.mixture.records[layer].bytes / (disk.read_gbs * 1e3)
     latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
-    total = 0.0
-    for k in range(1, n + 1):
-        chance = math.comb(n, k) * share**k * (1 - share) ** (n - k)
-        total += chance * max(0.0, latency + k * each - ffn_us * (n - k) / n)
-    return total
+    chances = miss_chances(p, s, layer, work)
+    k = np.arange(1, len(chances))
+    beside = ffn_us * np.maximum(0.0, 1 - k / n)
+    return float(chances[1:] @ np.maximum(0.0, latency + k * each - beside))
 
 
 def prediction(p: Problem, s: ExpertSplit, work: Work) -> Prediction:
@@ -84,12 +90,16 @@ def prediction(p: Problem, s: ExpertSplit, work: Work) -> Prediction:
 
 
 def _notes(p: Problem, s: ExpertSplit) -> list[str]:
-    work = p.work(batch=1)
-    found = sum(hits(s, i) for i in s.slots) / len(s.slots)
-    nbytes = sum(missed(p, s, i, work) * s.mixture.records[i].bytes for i in s.slots)
+    work, routing = p.work(batch=1), s.mixture.routing
+    found = sum(map(s.hits, s.slots)) / len(s.slots)
+    reads = {i: float(c @ np.arange(len(c))) for i in s.slots for c in [miss_chances(p, s, i, work)]}
+    nbytes = sum(n * s.mixture.records[i].bytes for i, n in reads.items())
+    source = "as in published traces; `thermocline profile` says what is this model's"
+    if routing is not None:
+        source = f"by its profile of {routing.tokens:,} tokens"
     notes = [p.tiers.assumed(p.sizes.formats)]
     notes.append(
         f"there is room for {s.share:.0%} of the experts; of those that a token goes to {found:.0%} are "
-        f"expected in memory, as in published traces; {nbytes / 1e6:.3g} MB are read"
+        f"expected in memory, {source}; {nbytes / 1e6:.3g} MB are read"
     )
     return [n for n in notes if n]

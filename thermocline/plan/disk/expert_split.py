@@ -6,26 +6,26 @@ All that every token needs is resident. `run` and `plan` ask the same functions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from thermocline import _native
 from thermocline.errors import OutOfBudget
-from thermocline.model.sizes import aligned
+from thermocline.model.sizes import aligned, lookup_bytes
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
 from thermocline.ops.interface import CPU
-from thermocline.pack.manifest import BLOCK_BYTES
-from thermocline.plan.disk.disk_split import looked_up, resident
+from thermocline.plan.disk.cache_split import OPERATION_BYTES
+from thermocline.plan.disk.disk_split import looked_up, part_of, resident, tables_left
+from thermocline.plan.disk.expert_hits import WAVES, OwnRouting, published
 from thermocline.plan.memory import gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
 DEPTH, PIECE_BYTES = 64, 256 << 10  # reads in flight, and of how many bytes: a slab is read in such pieces
 MATRICES = ("gate", "up", "down")
 LEAST = 1  # slots of a layer
-WAVES = 2  # of a token's experts: one is computed while the next is read
 ARRANGED_ROWS = 512  # a group of 32 for each of 16 threads
 RUN_TABLE_BYTES = 320  # the core's tables of a slab: where it lies in the file, its checksums
 
@@ -76,6 +76,7 @@ class Mixture:
 
     spec: ModelSpec
     tensors: Mapping[str, TensorInfo]
+    routing: OwnRouting | None = field(default=None, compare=False)  # by its profile, where it has one
 
     @cached_property
     def records(self) -> dict[int, Record]:
@@ -148,10 +149,13 @@ class ExpertSplit:
     def left_on_disk(self) -> dict[str, int]:
         """Part -> bytes that are not in memory at a time."""
         m = self.mixture
-        tables = [m.tensors[name] for name in looked_up(m.spec, m.tensors)]
-        parts = {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
         held = sum(n * m.records[i].bytes for i, n in self.slots.items())
-        return parts | {"experts": m.bytes - held}
+        return tables_left(m.spec, m.tensors) | {"experts": m.bytes - held}
+
+    def hits(self, layer: int) -> float:
+        """Return the share of requests for a layer's experts that are expected to find them in memory."""
+        m, n = self.mixture, self.slots[layer]
+        return published(m.spec, n) if m.routing is None else m.routing.found(layer, n)
 
 
 # ---- dividing
@@ -160,12 +164,11 @@ class ExpertSplit:
 def divide(m: Mixture, budget: int, others: Mapping[str, int], *, limit: str = "allowed") -> ExpertSplit:
     """Within `budget` bytes, of which `others` are taken. OutOfBudget with what would be enough.
 
-    Every layer gets as many slots: like layers miss alike, so the next slot saves most where there are
-    fewest. `limit`: what the budget is, for the error.
+    `limit`: what the budget is, for the error.
     """
     parts = _fixed(m, others)
     room = budget - sum(parts.values())
-    slots = _slots(m, room)
+    slots = _even(m, room) if m.routing is None else _by_value(m, m.routing, room)
     if slots is None:
         need = least_bytes(m, others)
         taken = ", ".join(f"{size_up(size)} {part}" for part, size in others.items())
@@ -183,8 +186,11 @@ def least_bytes(m: Mixture, others: Mapping[str, int]) -> int:
     return sum(_fixed(m, others).values()) + LEAST * sum(map(_slot_bytes, m.records.values()))
 
 
-def _slots(m: Mixture, room: int) -> dict[int, int] | None:
-    """Return slots for each layer; None where there is too little room."""
+def _even(m: Mixture, room: int) -> dict[int, int] | None:
+    """Return as many slots for each layer, where nobody knows how they differ; None: too little room.
+
+    Like layers miss alike, so the next slot saves most where there are fewest.
+    """
     each = sum(map(_slot_bytes, m.records.values()))
     even = min(m.spec.n_experts, room // each)
     if even < LEAST:
@@ -196,6 +202,27 @@ def _slots(m: Mixture, room: int) -> dict[int, int] | None:
             slots[i] += 1
             room -= _slot_bytes(r)
     return slots
+
+
+def _by_value(m: Mixture, routing: OwnRouting, room: int) -> dict[int, int] | None:
+    """Return slots for each layer; None where there is too little room.
+
+    They go one by one to the layer that then reads fewest bytes for those that the slot takes.
+    """
+    room -= LEAST * sum(map(_slot_bytes, m.records.values()))
+    if room < 0:
+        return None
+    value, number, owner = [], [], []
+    for i, r in m.records.items():
+        saved = np.diff(routing.curve(i))[LEAST:] * routing.active
+        value.append(saved * (r.bytes + OPERATION_BYTES) / _slot_bytes(r))
+        number.append(np.arange(len(saved)))
+        owner.append(np.full(len(saved), i))
+    owners = np.concatenate(owner)
+    order = np.lexsort((owners, np.concatenate(number), -np.concatenate(value)))
+    sizes = np.array([_slot_bytes(m.records[int(i)]) for i in owners[order]])
+    taken = owners[order[np.cumsum(sizes) <= room]]
+    return {i: LEAST + int(np.count_nonzero(taken == i)) for i in m.records}
 
 
 def _slot_bytes(r: Record) -> int:
@@ -210,24 +237,14 @@ def _fixed(m: Mixture, others: Mapping[str, int]) -> dict[str, int]:
         parts[part] = parts.get(part, 0) + nbytes
 
     for name in m.resident:
-        add(_part(name), aligned(m.tensors[name].bytes))
+        add(part_of(name), aligned(m.tensors[name].bytes))
     for name in looked_up(m.spec, m.tensors):
-        add("embedding", aligned(m.tensors[name].stride) + BLOCK_BYTES)
+        add(part_of(name), lookup_bytes(m.tensors[name].stride))
     passing = sum(m.passing * stride + ALIGN for stride in m.strides)
     tables = _native.limits().record_table_bytes * len(m.records)
     tables += RUN_TABLE_BYTES * sum(len(r.slabs) for r in m.records.values())
     add("disk buffers", m.depth * m.piece_bytes + passing + m.arranging_bytes + m.spec.n_experts * tables)
     return parts
-
-
-def _part(name: str) -> str:
-    """Return the name that `plan` has for a tensor's part."""
-    if not name.startswith("layers."):
-        return "embedding" if name in ("embed.weight", "pos_embed.weight") else "head"
-    part = name.split(".", 2)[2]
-    if part == "gate.weight":
-        return "gate rows"  # of a layer without experts, as the next
-    return "up and down rows" if part in ("up.weight", "down.weight") else "attention"
 
 
 # ---- as a placement
@@ -248,24 +265,3 @@ def split_of(m: Mixture, placement: Placement) -> ExpertSplit:
     """Return the slots that a placement gives to experts."""
     held = (x.ranges[0].experts for x in placement.layers)
     return ExpertSplit(dict(placement.bytes[CPU]), {i: n for i, n in enumerate(held) if n is not None}, m)
-
-
-# ---- what is to be expected
-
-# Share of a layer's experts that have a slot -> requests that find theirs in memory. Published routing of
-# Qwen3-30B-A3B and Gemma 4 26B (6 of 128 experts a token), replayed with the core's policy from its first
-# token on: their mean. gpt-oss-120b, of fewer tokens, has .73 at a fifth and .80 at two fifths.
-HELD = np.array([0.0, 0.023, 0.031, 0.047, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0])
-FOUND = np.array([0.0, 0.24, 0.29, 0.37, 0.57, 0.76, 0.85, 0.91, 0.95, 0.976, 1.0])
-ROUTED = 6 / 128
-
-
-def hits(s: ExpertSplit, layer: int) -> float:
-    """Return the share of requests for a layer's experts that are expected to find them in memory.
-
-    Where a token goes to a larger share of them, as many slots hold fewer tokens' experts.
-    """
-    n, spec = s.slots[layer], s.mixture.spec
-    share = n / spec.n_experts
-    alike = min(1.0, n / spec.n_experts_active * ROUTED)
-    return max(share, float(np.interp(min(share, alike), HELD, FOUND)))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from thermocline.cli.console import ProgressBar, emit, emit_json
 from thermocline.cli.packs import find_model
@@ -17,6 +17,7 @@ from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, whole
 
 if TYPE_CHECKING:
     from thermocline.offline.routing.statistics import Choices, RoutingStatistics
+    from thermocline.pack.stored_model import StoredModel
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def routes(o: RoutesOptions) -> int:
         found = route_trace.read_route_trace(path)
     else:
         with ProgressBar(quiet=o.quiet) as progress:
-            found = _recorded(o, progress)
+            found = decoded(find_model(o.source, progress, activation=o.activation), o, progress)
     about = measure(found)
     if o.json:
         emit_json(finite({"source": found.source, **dataclasses.asdict(about)}))
@@ -61,13 +62,28 @@ def routes(o: RoutesOptions) -> int:
     return 0
 
 
-def _recorded(o: RoutesOptions, progress: ProgressBar) -> Choices:
+class Decoding(Protocol):
+    """The options of tokens that are decoded."""
+
+    @property
+    def threads(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def text(self) -> str | None: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def decoded(model: StoredModel, o: Decoding, progress: ProgressBar) -> Choices:
+    """Return the experts that a model's tokens choose while it decodes."""
     from thermocline.machine import hardware
     from thermocline.offline import bench as benchmark
     from thermocline.offline.routing.recorder import RouteRecorder, check_routed
     from thermocline.session.options import EngineOptions
 
-    model = find_model(o.source, progress, activation=o.activation)
     check_routed(model.spec)
     threads = o.threads if o.threads > 0 else hardware.default_threads()
     test = benchmark.Test(threads, o.depth, 0, o.tokens)

@@ -1,0 +1,311 @@
+"""A mixture's own routing: profiled, stored, played by the core's own cache, and what plans make of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_routing
+import test_synth
+from build_docs import difference
+
+from thermocline import SamplingParams
+from thermocline.cli.commands.routing.trace import POLICIES as SAID
+from thermocline.engine.decoder import ffn_input
+from thermocline.errors import BadFile
+from thermocline.machine.tiers import read_tiers
+from thermocline.offline.routing.ceilings import POLICIES, ceilings, played
+from thermocline.offline.routing.recorder import RouteRecorder
+from thermocline.offline.routing.route_profiler import traced_passages
+from thermocline.offline.routing.route_trace import read_route_trace
+from thermocline.offline.routing.statistics import Choices
+from thermocline.opening.open_model import open_model
+from thermocline.ops.interface import opaque
+from thermocline.pack.route_profile import RouteProfile, open_routes, path_of, write_routes
+from thermocline.pack.stored_model import StoredModel
+from thermocline.plan.disk import expert_hits, expert_plan
+from thermocline.plan.disk.expert_hits import OwnRouting, missed, needs_of, own_routing
+from thermocline.plan.disk.expert_split import Mixture, divide, least_bytes
+from thermocline.plan.memory import GIB, others_of
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
+
+Run = Callable[..., Any]
+HARDWARE = "rtx4090-i9-13900k"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A pack and a GGUF of one mixture, each with its profile."""
+    from thermocline.cli import main
+
+    base = tmp_path_factory.mktemp("routed")
+    config = test_synth.config_file(base, "qwen3-30b-a3b", num_experts=32)
+    synth = ["synth", str(config), "--format", "q8_0", "-o", str(base / "pack"), "-q"]
+    assert main.main([*synth, "--gguf", str(base / "m.gguf")]) == 0
+    for made in (base / "pack", base / "m.gguf"):
+        assert main.main(["profile", str(made), "--tokens", "1024", "--ctx", "64", "-t", "2", "-q"]) == 0
+    return base / "pack", base / "m.gguf"
+
+
+@pytest.fixture(params=["pack", "gguf"])
+def model(request: pytest.FixtureRequest, files: tuple[Path, Path]) -> StoredModel:
+    return open_model(files[request.param == "gguf"], "", None)
+
+
+def others(model: StoredModel, threads: int = 2) -> dict[str, int]:
+    return others_of(model.spec, context=64, kv_tokens=64, max_batch=1, threads=threads)
+
+
+def skewed(experts: int, active: int, tokens: int, skew: float, seed: int = 0) -> Any:
+    """Return choices of which the lower numbers are likelier, unless `skew` is 0."""
+    rng = np.random.default_rng(seed)
+    p = (1.0 + np.arange(experts)) ** -skew
+    return np.array([rng.choice(experts, active, False, p / p.sum()) for _ in range(tokens)])
+
+
+# ---- the profile and its file
+
+
+def test_a_profile_counts_what_routers_choose(model: StoredModel) -> None:
+    """Its trace is the prompt's own choices, and its counts are of all tokens."""
+    profile = open_routes(model)
+    assert profile is not None and profile.tokens == profile.traced_tokens == 1024
+    for i, counts in profile.counts.items():
+        assert counts.sum() == 1024 * model.spec.n_experts_active
+        assert np.array_equal(np.bincount(profile.traced[i].ravel(), minlength=32) > 0, counts > 0)
+    assert set(profile.counts) == set(range(model.spec.n_layers))
+    again = RouteProfile(profile.tokens, "x", profile.counts, profile.traced)
+    assert path_of(model).name.endswith("routes.safetensors") and again.traced_tokens == 1024
+
+
+def test_the_pack_s_and_the_gguf_s_profile_agree(files: tuple[Path, Path]) -> None:
+    """The same weights, the same random tokens: the same choices."""
+    a, b = (open_routes(open_model(path, "", None)) for path in files)
+    assert a is not None and b is not None and a.corpus == b.corpus
+    same = [np.mean(a.traced[i] == b.traced[i]) for i in a.traced]
+    assert min(same) > 0.9, same  # rows in groups add up in another order
+
+
+def test_a_damaged_or_foreign_profile_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    model = open_model(files[1], "", None)
+    path = path_of(model)
+    before = path.read_bytes()
+    try:
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        with pytest.raises(BadFile, match=r"damaged; run `thermocline profile"):
+            open_routes(model)
+        good = OwnRouting.of(_opened(model, path, before))
+        counts = {i: np.full(32, 7, np.int64) for i in good.likely}
+        write_routes(model, RouteProfile(1024, "", counts, good.chosen))
+        with pytest.raises(BadFile, match=r"layers\.0\.counts are not those of 1024 tokens"):
+            open_routes(model)
+        path.write_bytes(path_of(open_model(files[0], "", None)).read_bytes())
+        with pytest.raises(BadFile, match="made for another pack"):
+            open_routes(model)
+    finally:
+        path.write_bytes(before)
+
+
+def _opened(model: StoredModel, path: Path, data: bytes) -> RouteProfile:
+    path.write_bytes(data)
+    found = open_routes(model)
+    assert found is not None
+    return found
+
+
+def test_what_profile_says_of_a_mixture(files: tuple[Path, Path], thermocline: Run) -> None:
+    told = thermocline("profile", files[1], "--tokens", 128, "--ctx", 64, "-q", "--json")
+    assert told.code == 0, told.err
+    about = json.loads(told.out)
+    assert difference("routes_profile", about) == []
+    assert about["found"]["40%"] > about["found"]["10%"] > 0
+    refused = thermocline("profile", files[1], "-o", files[1].parent / "x")
+    assert refused.code == 2 and "-o: not of a mixture" in refused.err and refused.err.count("\n") == 1
+    assert thermocline("profile", files[1], "--tokens", 1024, "--ctx", 64, "-t", 2, "-q").code == 0
+    assert thermocline("verify", files[0]).code == 0
+
+
+def test_a_trace_is_of_passages_of_all_files() -> None:
+    passages = [np.zeros(512, np.int32)] * 128
+    kept = traced_passages(passages)
+    assert len(kept) == 16 and {i % 2 for i in kept} == {0, 1}
+    assert traced_passages([np.zeros(20_000, np.int32)] * 2) != set()
+
+
+# ---- the core's cache, played
+
+
+def by_the_core(needs: Any, slots: int, likely: Any = None, policy: str = "experts") -> list[int]:
+    return missed(needs, slots, likely, int(needs[0].sum()), policy).tolist()
+
+
+def test_the_engine_misses_what_the_replay_misses(files: tuple[Path, Path]) -> None:
+    """Token by token from the first one on, in every layer, seeded by its profile, with uneven slots."""
+    model = open_model(files[0], "", None)
+    own = own_routing(model)
+    m = Mixture(model.spec, model.tensors, own)
+    assert own is not None
+    ram = (least_bytes(m, others(model)) + 0.3 * m.bytes) / GIB
+    options = EngineOptions(context=64, max_batch=1, threads=2, ram=ram, kv_tokens=64)
+    with Session.open(model, options) as session:
+        engine, split = session.load(), session.decision.experts
+        assert split is not None and len(set(split.slots.values())) > 1
+        recorder = RouteRecorder(2, model.spec, engine.model.weights.layers)
+        engine.ops = opaque(recorder)
+        recorder.begin()
+        request = engine.submit([3], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        while engine.step():
+            pass
+        assert request.error is None
+        chosen, store = recorder.choices("").chosen, session.store
+        stats = [x.stats() for x in store.layers]  # type: ignore[union-attr]
+    for i, (rows, found) in enumerate(zip(chosen, stats, strict=True)):
+        needs = needs_of(rows, own.experts)
+        expected = missed(needs, split.slots[i], own.likely[i], own.active)
+        assert found["missed"] == expected.sum() > 0 and found["needed"] == needs.sum()
+
+
+def test_what_is_likely_is_there_first() -> None:
+    needs = np.zeros((1, 8), np.bool_)
+    needs[0, [6, 7]] = True
+    likely = np.arange(8, dtype=np.float32)
+    assert by_the_core(needs, 2) == [2] and by_the_core(needs, 2, likely) == [0]
+    assert by_the_core(needs, 8) == [0]
+    with pytest.raises(ValueError, match="unknown cache policy"):
+        by_the_core(needs, 2, policy="fifo")
+
+
+def test_no_policy_beats_the_ceiling() -> None:
+    found = Choices((skewed(24, 3, 200, 1.0), skewed(24, 3, 200, 0.3)), 24, "")
+    rows = list(ceilings(found, POLICIES))
+    for held in {r.held for r in rows}:
+        hits = {r.policy: r.hit_rate for r in rows if r.held == held}
+        assert set(hits) == set(POLICIES) == set(SAID) and hits["belady"] == max(hits.values())
+    assert rows[-1].hit_rate > rows[0].hit_rate
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "experts", "pinned"])
+def test_a_batch_needs_what_its_tokens_need_together(policy: str) -> None:
+    chosen = skewed(16, 2, 60, 0.5)
+    needs = needs_of(chosen, 16, 3)
+    assert needs.shape == (20, 16)
+    assert set(np.flatnonzero(needs[4])) == {*chosen[4], *chosen[24], *chosen[44]}
+    found = played(needs, 5, policy, 2, None)
+    assert (found <= needs.sum(axis=1)).all() and found.sum() > 0
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("file", "hits"), [("qwen", (0.57, 0.77, 0.91)), ("gemma", (0.57, 0.75, 0.90))])
+def test_published_hits_are_those_of_the_core(file: str, hits: tuple[float, ...], shared_data: Path) -> None:
+    """The table that plans without a profile use, played by the core's cache."""
+    found = read_route_trace(shared_data / "route-traces" / f"{file}.csv")
+    rows = {r.held: r.hit_rate for r in ceilings(found, ["experts"])}
+    assert [rows[held] for held in (0.1, 0.2, 0.4)] == pytest.approx(hits, abs=0.012)
+
+
+# ---- plans
+
+
+def test_slots_go_where_they_save_most() -> None:
+    """A layer of few hot experts gets fewer slots than one that uses all; both miss less than evenly."""
+    chosen = {0: skewed(64, 4, 1500, 2.5), 1: skewed(64, 4, 1500, 0.0)}
+    likely = {i: (np.bincount(c.ravel(), minlength=64) / 1500).astype(np.float32) for i, c in chosen.items()}
+    own = OwnRouting(1500, 64, 4, likely, chosen)
+    for i in chosen:
+        curve = own.curve(i)
+        assert curve[0] == 0 and curve[-1] == 1 and (np.diff(curve, 2) < 1e-9).all()
+    flat, hot = own.curve(1), own.curve(0)
+    assert hot[16] > flat[16] + 0.2
+
+
+def test_a_profile_s_plan_is_what_runs_and_replays_its_trace(
+    files: tuple[Path, Path], thermocline: Run
+) -> None:
+    """Slots by value, to the byte what a session has; misses those of the trace."""
+    model = open_model(files[0], "", None)
+    threads = read_tiers(HARDWARE).cpu.threads
+    m = Mixture(model.spec, model.tensors, own_routing(model))
+    ram = (least_bytes(m, others(model, threads)) + m.bytes // 2) / GIB
+    asked = ("--ctx", "64", "--ram", f"{ram:.4f}", "--vram", "0", "-q", "--hardware", HARDWARE)
+    plan = json.loads(thermocline("plan", files[0], *asked, "--json").out)
+    options = EngineOptions(context=64, max_batch=1, threads=threads, ram=float(f"{ram:.4f}"), kv_tokens=64)
+    with Session.open(model, options) as session:
+        assert plan["placement"] == json.loads(json.dumps(session.placement.json()))
+        split = session.decision.experts
+    assert split is not None
+    own, budget = split.mixture.routing, int(float(f"{ram:.4f}") * GIB)
+    assert own is not None and split.bytes <= budget < split.bytes + 2 * max(
+        r.stride for r in m.records.values()
+    )
+    even = divide(Mixture(model.spec, model.tensors), budget, others(model, threads))
+    reads = [sum(own.missed(i, n).mean() for i, n in s.slots.items()) for s in (split, even)]
+    assert reads[0] <= 1.01 * reads[1]
+    note = next(n for n in plan["notes"] if "there is room for" in n)
+    share = np.mean([1 - own.missed(i, n).mean() / own.active for i, n in split.slots.items()])
+    assert f"{share:.0%} are expected in memory, by its profile of 1,024 tokens" in note
+    assert re.search("[0-9a-f]{64}", str(plan))
+
+
+def test_misses_of_a_step_are_the_trace_s(monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]) -> None:
+    """Two texts, each with its own experts: most steps miss none and some miss all, unlike a mean's."""
+    model = open_model(files[0], "", None)
+    own, n = own_routing(model), model.spec.n_experts_active
+    assert own is not None
+    m = Mixture(model.spec, model.tensors, own)
+    split = divide(m, least_bytes(m, others(model)) + m.bytes // 2, others(model))
+    drawn = np.array([0] * 90 + [n] * 10, np.int32)
+    monkeypatch.setattr(expert_hits.OwnRouting, "missed", lambda *_: drawn)
+
+    class Asked:
+        spec = model.spec
+
+    class Step:
+        batch, routed = 1, n / model.spec.n_experts
+
+    chances = expert_plan.miss_chances(Asked, split, 0, Step)  # type: ignore[arg-type]
+    assert chances[0] == 0.9 and chances[n] == 0.1 and chances.sum() == 1
+
+
+# ---- the command
+
+
+def test_trace_plays_a_model_s_own_text_or_a_file(
+    files: tuple[Path, Path], tmp_path: Path, thermocline: Run
+) -> None:
+    told = thermocline("trace", files[0], "-n", 64, "--json", "-q")
+    assert told.code == 0, told.err
+    about = json.loads(told.out)
+    assert difference("trace", {**about, **about["caches"][0]}) == [] and about["tokens"] == 64
+    assert "profile" in about["source"] and about["caches"][0]["disk_bytes_per_token"] > 0
+    text = thermocline("trace", files[1], "-n", 64, "--policy", "experts,belady", "-q").out
+    assert "| held |  GiB | experts | belady |" in text
+    path = tmp_path / "t.csv"
+    rows = "".join(f"0,1,{t},0,0,{t % 3},1\n" for t in range(30))
+    path.write_text(test_routing.HEAD + test_routing.COLUMNS + rows)
+    found = json.loads(thermocline("trace", "--routes", path, "--json").out)
+    assert (found["new_share"], found["bytes_per_token"]) == (1.0, None)
+    for bad, said in (
+        (("--routes", path, "--text", path), "tokens of its own"),
+        (("--routes", path, files[0]), "one of them"),
+        (("--routes", path, "--batch", 20), "two steps'"),
+        ((), "one of them"),
+    ):
+        ran = thermocline("trace", *bad)
+        assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 1, ran.err
+
+
+def test_a_layer_s_input_is_normed_once(files: tuple[Path, Path]) -> None:
+    from dataclasses import replace
+
+    model = open_model(files[0], "", None)
+    with Session.open(model, EngineOptions(context=64, max_batch=1, threads=1)) as session:
+        layer, ops = session.loaded.weights.layers[0], session.loaded.ops
+        h = np.ones((2, model.spec.dim), np.float32)
+        assert not np.array_equal(ffn_input(model.spec, layer, 3 * h, ops), 3 * h)
+        assert np.array_equal(ffn_input(replace(model.spec, norm_order="post"), layer, 3 * h, ops), 3 * h)

@@ -1,0 +1,121 @@
+"""`thermocline profile` of a mixture: how often its experts are chosen, and what a cache of them makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thermocline.cli.console import ProgressBar, emit, emit_json
+from thermocline.cli.table import table
+from thermocline.errors import UsageError
+
+if TYPE_CHECKING:
+    from thermocline.cli.commands.profile_pack import ProfileOptions
+    from thermocline.offline.routing.route_profiler import RouteJob, RoutesCounted
+    from thermocline.pack.stored_model import StoredModel
+
+HELD = (0.1, 0.2, 0.4)  # shares of a layer's experts
+
+
+def mixture_of(model: str | None) -> StoredModel | None:
+    """Open what a name means, if it is a mixture of which whole experts can be on disk."""
+    from thermocline.convert.from_gguf import is_gguf
+    from thermocline.opening.gguf_model import open_gguf
+    from thermocline.pack.pack import Pack
+    from thermocline.plan.memory import reads_from_disk
+
+    found: StoredModel | str | None = None
+    if model is not None and (Path(model) / "pack.json").exists():
+        found = Pack.open(model)
+    elif model is not None and is_gguf(Path(model)):
+        found = open_gguf(Path(model))
+    if found is None or isinstance(found, str):
+        return None
+    return found if reads_from_disk(found.spec) == "experts" else None
+
+
+def profile(o: ProfileOptions, model: StoredModel) -> int:
+    from thermocline.offline.routing import route_profiler
+    from thermocline.pack.route_profile import path_of, write_routes
+
+    for flag, given in (
+        ("-o", o.output), ("--samples", o.samples > 0), ("--plot", o.plot), ("--workers", o.workers > 1),
+        ("--force", o.force),
+    ):  # fmt: skip
+        if given:
+            raise UsageError(
+                f"{flag}: not of a mixture, whose experts are counted and which stays as it is; leave it out "
+                "(`thermocline trace` draws)"
+            )
+    route_profiler.check_target(model)
+    with ProgressBar(quiet=o.quiet) as progress:
+        done = route_profiler.profile_routes(_job(o, model), progress.at)
+        write_routes(model, done.profile)
+    about = _about(done) | {"path": str(path_of(model))}
+    if o.json:
+        emit_json(about)
+    else:
+        emit(table(_rows(about)))
+    return 0
+
+
+def _job(o: ProfileOptions, model: StoredModel) -> RouteJob:
+    from thermocline.machine import hardware
+    from thermocline.offline import corpus
+    from thermocline.offline.routing.route_profiler import RouteJob
+    from thermocline.session.options import EngineOptions
+    from thermocline.text.tokenizer import FILE
+
+    limit = model.spec.max_context
+    if o.ctx > limit:
+        raise UsageError(f"--ctx {o.ctx}: the model's limit is {limit}")
+    context = o.ctx or min(corpus.CONTEXT, limit)
+    if o.corpus:
+        text = corpus.read_corpus(model, o.corpus, o.tokens, context, 1)
+    elif model.small_files.has(FILE):
+        raise UsageError(
+            "missing the text to count over: --corpus FILES, such as books, or what you will ask"
+        )
+    else:
+        text = corpus.random_corpus(model, max(2, o.tokens), context, 1)
+    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    return RouteJob(model, text, EngineOptions(context=context, max_batch=1, threads=threads))
+
+
+def _about(done: RoutesCounted) -> dict[str, Any]:
+    import numpy as np
+
+    from thermocline.plan.disk.expert_hits import OwnRouting
+
+    p = done.profile
+    own = OwnRouting.of(p)
+    held = {f"{share:.0%}": max(1, round(share * own.experts)) for share in HELD}
+    hottest = [np.cumsum(-np.sort(-c)) / c.sum() for c in p.counts.values()]
+    return {
+        "tokens": p.tokens,
+        "corpus": p.corpus,
+        "traced": p.traced_tokens,
+        "layers": len(p.counts),
+        "experts": own.experts,
+        "active": own.active,
+        "never_chosen": int(sum(np.count_nonzero(c == 0) for c in p.counts.values())),
+        "skew": {name: float(np.mean([h[n - 1] for h in hottest])) for name, n in held.items()},
+        "found": {name: float(np.mean([own.found(i, n) for i in p.counts])) for name, n in held.items()},
+        **{f.name: getattr(done, f.name) for f in dataclasses.fields(done) if f.name != "profile"},
+    }
+
+
+def _rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    def said(values: dict[str, float]) -> str:
+        return "  ".join(f"{name} {v:.3f}" for name, v in values.items())
+
+    total = about["layers"] * about["experts"]
+    return [
+        ("tokens", f"{about['tokens']:,}, {about['tokens_per_s']:,.0f} a second; {about['traced']:,} traced"),
+        ("experts", f"{about['active']} of {about['experts']} in each of {about['layers']} layers"),
+        ("never chosen", f"{about['never_chosen']:,} of {total:,}"),
+        ("skew", f"{said(about['skew'])}  of choices on the hottest"),
+        ("found", f"{said(about['found'])}  in memory, if so many experts are held"),
+        ("profile", str(about["path"])),
+    ]
