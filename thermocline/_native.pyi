@@ -766,6 +766,6 @@ def replay_experts(
     """A layer's experts without their disk, as `DiskExperts` has them once they are loaded.
 
     Step s needs the experts ids[ends[s - 1]:ends[s]], ascending; missed[s] is how many of them are read.
-    `passing`: the slots of a running call. The policies: experts (the engine's), lfu, lru, pinned. ValueError:
-    no such policy.
+    `passing`: the slots of a running call. The policies: experts (the engine's), lfu, lru, pinned.
+    ValueError: no such policy.
     """

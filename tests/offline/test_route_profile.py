@@ -100,9 +100,9 @@ def test_a_damaged_or_foreign_profile_is_refused(files: tuple[Path, Path], tmp_p
         path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
         with pytest.raises(BadFile, match=r"damaged; run `thermocline profile"):
             open_routes(model)
-        good = OwnRouting.of(_opened(model, path, before))
-        counts = {i: np.full(32, 7, np.int64) for i in good.likely}
-        write_routes(model, RouteProfile(1024, "", counts, good.chosen))
+        good = _opened(model, path, before)
+        counts = {i: np.full(32, 7, np.int64) for i in good.counts}
+        write_routes(model, RouteProfile(1024, "", counts, good.traced))
         with pytest.raises(BadFile, match=r"layers\.0\.counts are not those of 1024 tokens"):
             open_routes(model)
         path.write_bytes(path_of(open_model(files[0], "", None)).read_bytes())
@@ -142,7 +142,7 @@ def test_a_trace_is_of_passages_of_all_files() -> None:
 
 
 def by_the_core(needs: Any, slots: int, likely: Any = None, policy: str = "experts") -> list[int]:
-    return missed(needs, slots, likely, int(needs[0].sum()), policy).tolist()
+    return [int(n) for n in missed(needs, slots, likely, int(needs[0].sum()), policy)]
 
 
 def test_the_engine_misses_what_the_replay_misses(files: tuple[Path, Path]) -> None:
@@ -201,12 +201,14 @@ def test_a_batch_needs_what_its_tokens_need_together(policy: str) -> None:
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize(("file", "hits"), [("qwen", (0.57, 0.77, 0.91)), ("gemma", (0.57, 0.75, 0.90))])
+@pytest.mark.parametrize(
+    ("file", "hits"), [("qwen", (0.555, 0.763, 0.914)), ("gemma", (0.551, 0.736, 0.901))]
+)
 def test_published_hits_are_those_of_the_core(file: str, hits: tuple[float, ...], shared_data: Path) -> None:
-    """The table that plans without a profile use, played by the core's cache."""
+    """The core's cache finds what plans without a profile expect: the mean of the two."""
     found = read_route_trace(shared_data / "route-traces" / f"{file}.csv")
     rows = {r.held: r.hit_rate for r in ceilings(found, ["experts"])}
-    assert [rows[held] for held in (0.1, 0.2, 0.4)] == pytest.approx(hits, abs=0.012)
+    assert [rows[held] for held in (0.1, 0.2, 0.4)] == pytest.approx(hits, abs=6e-4)
 
 
 # ---- plans

@@ -1,6 +1,7 @@
-"""Measure how fast a directory's disk reads: large blocks in order, and 4 KiB blocks at random.
+"""Measure how fast a directory's disk reads: large blocks in order, 4 KiB and 256 KiB blocks at random.
 
-A measurement writes at most 256 MiB and takes about 3 s. Reads are direct if possible; the result says if
+Each is measured three times, in turns, and the median counts: a shared disk's speed varies by half.
+A measurement writes at most 256 MiB and takes about 4 s. Reads are direct if possible; the result says if
 not.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,8 +24,13 @@ BLOCK = 2 << 20
 PAGE = 4096
 LIMIT = 256 << 20
 SMALLEST = 16 << 20
-WRITE_S, SEQUENTIAL_S, RANDOM_S = 1.2, 0.7, 0.5
-SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 128  # more is not faster on the disks measured (bench/disk/reads.py)
+PIECE = 256 << 10  # as experts are read
+TIMES, WRITE_S, SEQUENTIAL_S, RANDOM_S, PIECES_S = 3, 1.2, 0.3, 0.2, 0.3
+SEQUENTIAL_DEPTH, RANDOM_DEPTH, PIECES_DEPTH = (
+    4,
+    128,
+    64,
+)  # more is not faster on the disks measured (bench/disk/reads.py)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class DiskSpeed:
     free_bytes: int | None
     sequential_gbs: float | None = None  # 2 MiB blocks, 4 in flight
     random_iops: float | None = None  # 4 KiB blocks, 128 in flight
+    pieces_gbs: float | None = None  # 256 KiB blocks at random, 64 in flight
     direct: bool = False  # False: the page cache helped, so the figures are upper bounds
     why: str | None = None  # the reason why there are no figures, or a caveat
 
@@ -70,11 +78,24 @@ def sequential_gbs(path: Path, nbytes: int) -> tuple[float, bool]:
     return per_s * BLOCK / 1e9, direct
 
 
-def _random_iops(path: Path, nbytes: int) -> float:
+def _at_random(path: Path, nbytes: int, block: int, depth: int, seconds: float) -> float:
+    """Return reads a second."""
     import numpy as np
 
-    pages = np.random.default_rng().integers(0, nbytes // PAGE, 1 << 20, dtype=np.uint64)
-    return _measure(path, pages * np.uint64(PAGE), PAGE, RANDOM_DEPTH, RANDOM_S)[0]
+    blocks = np.random.default_rng().integers(0, nbytes // block, 1 << 20, dtype=np.uint64)
+    return _measure(path, blocks * np.uint64(block), block, depth, seconds)[0]
+
+
+def _measured(path: Path, nbytes: int) -> tuple[float, float, float, bool]:
+    """Return medians of GB/s in order, 4 KiB reads a second and GB/s of pieces; whether all were direct."""
+    every = []
+    for _ in range(TIMES):
+        gbs, direct = sequential_gbs(path, nbytes)
+        small = _at_random(path, nbytes, PAGE, RANDOM_DEPTH, RANDOM_S)
+        pieces = _at_random(path, nbytes, PIECE, PIECES_DEPTH, PIECES_S)
+        every.append((gbs, small, pieces * PIECE / 1e9, direct))
+    gbs, small, pieces = (statistics.median(x[i] for x in every) for i in range(3))
+    return gbs, small, pieces, all(x[3] for x in every)
 
 
 def measure_file(path: Path) -> DiskSpeed:
@@ -83,8 +104,7 @@ def measure_file(path: Path) -> DiskSpeed:
         size = path.stat().st_size // BLOCK * BLOCK
         if not size:
             return DiskSpeed(str(path), None, why="too small a file to measure with")
-        sequential, direct = sequential_gbs(path, size)
-        return DiskSpeed(str(path), None, sequential, _random_iops(path, size), direct)
+        return DiskSpeed(str(path), None, *_measured(path, size))
     except OSError as e:
         return DiskSpeed(str(path), None, why=f"not measurable: {e.strerror or e}")
 
@@ -111,8 +131,7 @@ def measure_disk(directory: Path) -> DiskSpeed:
                 return DiskSpeed(
                     str(where), free, why=f"writes too slowly to measure ({size >> 20} MiB in {WRITE_S} s)"
                 )
-            sequential, direct = sequential_gbs(Path(name), size)
-            random_iops = _random_iops(Path(name), size)
+            sequential, random_iops, pieces, direct = _measured(Path(name), size)
         finally:
             os.unlink(name)
     except OSError as e:
@@ -120,4 +139,4 @@ def measure_disk(directory: Path) -> DiskSpeed:
     except ImportError as e:
         return DiskSpeed(str(where), free, why=f"not measurable: {e}")
     why = None if direct else "direct I/O refused here: through the page cache, so an upper bound"
-    return DiskSpeed(str(where), free, sequential, random_iops, direct, why)
+    return DiskSpeed(str(where), free, sequential, random_iops, pieces, direct, why)

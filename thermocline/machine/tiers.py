@@ -59,6 +59,12 @@ class DiskTier:
 
     read_gbs: float  # large reads
     reads_per_s: float  # of 4 KiB, many in flight
+    pieces_gbs: float | None = None  # of 256 KiB at random, many in flight; older files have none
+
+    @property
+    def expert_gbs(self) -> float:
+        """Return the speed of reading experts, in pieces."""
+        return self.read_gbs if self.pieces_gbs is None else self.pieces_gbs
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,13 @@ def parse_tiers(value: Any, name: str) -> Tiers:
 
 
 def _object(cls: type[Any], value: Any, name: str, at: str) -> Any:
-    """Make a dataclass from JSON that has exactly its keys."""
+    """Make a dataclass from JSON that has its keys and no others; those with defaults may be missing."""
     if type(value) is not dict:
         raise BadFile(f"{name}: {at or 'the file'} is {quoted(value)}, not an object")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in (*fields, *value):
         where = f"{at}.{key}" if at else key
-        if key not in value:
+        if key not in value and fields[key].default is dataclasses.MISSING:
             raise BadFile(f"{name}: {where} is missing")
         if key not in fields:
             raise BadFile(f"{name}: unknown key {quoted(where)}")
@@ -141,6 +147,7 @@ def _object(cls: type[Any], value: Any, name: str, at: str) -> Any:
         **{
             key: _value(hints[key], f, value[key], name, f"{at}.{key}" if at else key)
             for key, f in fields.items()
+            if key in value
         }
     )
 
@@ -159,6 +166,8 @@ def _value(hint: Any, f: dataclasses.Field[Any], value: Any, name: str, at: str)
     if value is None and type(None) in hint.__args__:
         return None
     cls = next((t for t in getattr(hint, "__args__", ()) if t is not type(None)), hint)
+    if cls is float:
+        return _number(cls, value, name, at)
     return _object(cls, value, name, at)
 
 

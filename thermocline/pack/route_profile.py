@@ -81,9 +81,10 @@ def open_routes(model: StoredModel) -> RouteProfile | None:
 
 def _read(found: sidecar.Sidecar, spec: ModelSpec) -> RouteProfile:
     tokens, corpus, traced = (found.facts.get(key) for key in ("tokens", "corpus", "traced"))
-    known = type(tokens) is int and type(traced) is int and 1 <= traced <= tokens
-    if not known or not isinstance(corpus, str):
-        raise BadFile(f"{found.path}: tokens {quoted(tokens)}, traced {quoted(traced)} or corpus is wrong")
+    if type(tokens) is not int or type(traced) is not int or not 1 <= traced <= tokens:
+        raise BadFile(f"{found.path}: tokens {quoted(tokens)} and traced {quoted(traced)} do not agree")
+    if not isinstance(corpus, str):
+        raise BadFile(f"{found.path}: corpus is {quoted(corpus)}, not a hash")
     counts, chosen = {}, {}
     for i in routed_layers(spec):
         counts[i] = found.read(f"layers.{i}.counts", "<i8", (spec.n_experts,))

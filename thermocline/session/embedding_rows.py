@@ -53,7 +53,7 @@ def opened(model: StoredModel, tables: Sequence[str]) -> dict[str, Lookup]:
 
 
 def placed(spec: ModelSpec, tensors: Mapping[str, TensorInfo], at: int) -> tuple[dict[str, TensorInfo], int]:
-    """Return places of a row of each table that can stay on disk, from byte `at` of an arena on; their end."""
+    """Return places of a row of each table on disk, from byte `at` of an arena on, and their end."""
     found = {}
     for name in looked_up(spec, tensors):
         t = tensors[name]

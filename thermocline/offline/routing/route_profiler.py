@@ -66,7 +66,11 @@ def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
     model, spec, corpus = job.model, job.model.spec, job.corpus
     check_routed(spec)
     check_target(model)
-    with Session.open(model, job.options, progress=lambda *at: progress(*at, "B")) as session:
+
+    def reading(what: str, done: int, total: int) -> None:
+        progress(what, done, total, "B")
+
+    with Session.open(model, job.options, progress=reading) as session:
         weights = session.loaded.weights
         recorder = RouteRecorder(session.threads, spec, weights.layers)
         steps = Passages(spec, weights, recorder, session.context)

@@ -1,4 +1,4 @@
-"""How many of a mixture's requests find their expert in memory: of its own text, or as published routing has it.
+"""How many requests find their expert in memory: of a mixture's own text, or as published routing has it.
 
 Own text is the trace of a profile, played through the core's own cache (`_native.replay_experts`).
 """
@@ -32,7 +32,7 @@ PLAYED_AT = (0.02, 0.04, 0.08, 0.13, 0.2, 0.28, 0.37, 0.5, 0.65, 0.83)
 # Qwen3-30B-A3B and Gemma 4 26B (6 of 128 experts a token), replayed with the core's policy from its first
 # token on: their mean. gpt-oss-120b, of fewer tokens, has .73 at a fifth and .80 at two fifths.
 HELD = np.array([0.0, 0.023, 0.031, 0.047, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0])
-FOUND = np.array([0.0, 0.24, 0.29, 0.37, 0.57, 0.76, 0.85, 0.91, 0.95, 0.976, 1.0])
+FOUND = np.array([0.0, 0.24, 0.29, 0.37, 0.55, 0.75, 0.85, 0.91, 0.95, 0.976, 1.0])
 ROUTED = 6 / 128
 
 
@@ -51,8 +51,7 @@ def needs_of(chosen: Choices, experts: int, batch: int = 1) -> Bool:
     n = len(chosen) // batch
     on = np.zeros((batch * n, experts), np.bool_)
     np.put_along_axis(on, chosen[: batch * n].astype(np.int64), True, axis=1)
-    found: Bool = on.reshape(batch, n, experts).any(axis=0)
-    return found
+    return np.asarray(on.reshape(batch, n, experts).any(axis=0))
 
 
 def missed(needs: Bool, slots: int, likely: F32 | None, active: int, policy: str = POLICY) -> I32:

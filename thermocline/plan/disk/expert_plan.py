@@ -55,7 +55,7 @@ def miss_chances(p: Problem, s: ExpertSplit, layer: int, work: Work) -> F64:
     n = round(p.spec.n_experts * work.routed)
     if s.mixture.routing is not None:
         counts = np.bincount(s.mixture.routing.missed(layer, s.slots[layer], work.batch), minlength=n + 1)
-        return counts / max(1, counts.sum())
+        return np.asarray(counts / max(1, counts.sum()))
     share = 1 - s.hits(layer)
     return np.array([math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1)])
 
@@ -67,7 +67,7 @@ def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -
     """
     disk, n = p.tiers.disk, p.spec.n_experts * work.routed
     assert disk is not None
-    each = s.mixture.records[layer].bytes / (disk.read_gbs * 1e3)
+    each = s.mixture.records[layer].bytes / (disk.expert_gbs * 1e3)
     latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
     chances = miss_chances(p, s, layer, work)
     k = np.arange(1, len(chances))

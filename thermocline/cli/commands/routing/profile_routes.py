@@ -1,4 +1,4 @@
-"""`thermocline profile` of a mixture: how often its experts are chosen, and what a cache of them makes of it."""
+"""`thermocline profile` of a mixture: how often its experts are chosen, and what a cache of them finds."""
 
 from __future__ import annotations
 
