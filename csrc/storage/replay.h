@@ -24,9 +24,9 @@ class CacheReplay {
 };
 
 // A layer's experts without their disk, as DiskExperts has them once they are loaded: how many each step
-// reads. Step s of few tokens needs the experts ids [ends[s - 1], ends[s]), ascending. What a running call has
-// beside the layer's `slots` are `passing` ones. `likely` [experts], or null. It misses what an engine of any
-// number of threads misses, since one thread asks for all. False where no policy has the name.
+// reads. Step s of few tokens needs the experts ids [ends[s - 1], ends[s]), ascending. What a running call
+// has beside the layer's `slots` are `passing` ones. `likely` [experts], or null. It misses what an engine of
+// any number of threads misses, since one thread asks for all. False where no policy has the name.
 bool replay_experts(const char* policy, size_t experts, size_t slots, size_t passing, const float* likely,
                     const int32_t* ids, const int64_t* ends, size_t steps, int32_t* missed);
 

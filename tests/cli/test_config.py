@@ -80,6 +80,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "pg": ("8,4", ((8, 4),)),
     "n_depth": ("0-512+256", (0, 256, 512)),
     "repetitions": ("9", 9),
+    "routes": ("t.csv", "t.csv"),
     "text": ("t.txt", "t.txt"),
     "trace": ("a.trace", "a.trace"),
     "replay": ("a.trace", "a.trace"),

@@ -158,6 +158,7 @@ def test_the_disk_probe_measures_and_leaves_nothing_behind(
     found = disk_speed.measure_disk(tmp_path / "not" / "there" / "yet")
     assert found.path == str(tmp_path)
     assert (found.sequential_gbs or 0) > 0 and (found.random_iops or 0) > 0
+    assert (found.pieces_gbs or 0) > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -108,3 +109,14 @@ def test_memory_is_as_fast_as_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch
     found = this_machine.tiers_here(1, formats=["q8_0", "f32"])
     assert found.cpu.read_gbs == max(k.gbs for k in found.cpu.kernels.values())
     assert parse_tiers(tiers_json(found), "here") == found
+
+
+def test_a_file_without_the_speed_of_pieces_is_an_older_one() -> None:
+    """Experts are then taken to come as fast as large reads in order."""
+    old = read_tiers("rtx4090-i9-13900k")
+    assert old.disk is not None and old.disk.expert_gbs == old.disk.read_gbs
+    new = dataclasses.replace(old, disk=dataclasses.replace(old.disk, pieces_gbs=1.5))
+    assert new.disk is not None and new.disk.expert_gbs == 1.5
+    for each in (old, new):
+        assert parse_tiers(json.loads(render(each)), "f") == each
+    assert "pieces_gbs" not in render(old)

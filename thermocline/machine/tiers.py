@@ -182,7 +182,10 @@ def _number(kind: type[Any], value: Any, name: str, at: str) -> Any:
 
 
 def tiers_json(tiers: Tiers) -> Json:
-    return {"kind": KIND, "version": VERSION, **dataclasses.asdict(tiers)}
+    about: Json = {"kind": KIND, "version": VERSION, **dataclasses.asdict(tiers)}
+    if about["disk"] is not None and about["disk"]["pieces_gbs"] is None:
+        del about["disk"]["pieces_gbs"]  # what was not measured has no key, as in older files
+    return about
 
 
 def render(tiers: Tiers) -> str:

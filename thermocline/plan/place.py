@@ -19,7 +19,6 @@ from thermocline.plan.disk.disk_split import (
     left_on_disk,
 )
 from thermocline.plan.disk.expert_plan import expert_plan
-from thermocline.plan.disk.expert_split import Mixture
 from thermocline.plan.disk.neuron_plan import stored_plan
 from thermocline.plan.further_gpus import with_further
 from thermocline.plan.memory import reads_from_disk
@@ -48,7 +47,7 @@ def plan(
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")
         if stored == "experts":
-            return expert_plan(p, Mixture(p.spec, subject.contents.tensors, subject.routing()))
+            return expert_plan(p, subject.contents.tensors, subject.routing())
         return stored_plan(p, subject.contents)
     made = planner.plan(subject.spec, p.sizes, subject.hotness, tiers, ask, p.gpus)
     divided = stored == "neurons" and made.placement.from_disk and made.placement.devices

@@ -16,11 +16,10 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.activity_profile import PROFILE
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import open_predictors
-from thermocline.pack.route_profile import path_of as routes_of
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.contents import contents_of, left_out, pack_sizes, shape_sizes, tables_of
 from thermocline.plan.disk.disk_split import Contents
-from thermocline.plan.disk.expert_hits import OwnRouting, own_routing
+from thermocline.plan.disk.expert_hits import OwnRouting, own_routing, routing_hash
 from thermocline.plan.hotness import Curve, Hotness
 
 # Of each layer's predictor: bytes that all neurons share, and bytes of the rows that neurons have.
@@ -55,8 +54,7 @@ def of_model(model: StoredModel, sparsity: str, curve: Curve) -> Subject:
     predictors = open_predictors(model) if predicted and isinstance(model, Pack) else None
     sizes, *smaller = (pack_sizes(model, predictors, tables) for tables in tables_of(model))
     contents = contents_of(model, predictors, sparsity, curve)
-    if routes_of(model).exists():
-        made_from["routes"] = hashlib.sha256(routes_of(model).read_bytes()).hexdigest()
+    made_from |= routing_hash(model)
     made = Subject(
         str(path), spec, sizes, contents.hotness, made_from, contents,
         smaller=next(iter(smaller), None), routing=partial(own_routing, model)

@@ -23,7 +23,7 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)  # of a layer's experts, that have
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a policy makes of one size of the cache, from the first token on."""
+    """The hits of a policy in one size of the cache, from the first token on."""
 
     held: float  # share of the experts of each layer
     slots: int

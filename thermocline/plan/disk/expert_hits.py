@@ -5,6 +5,7 @@ Own text is the trace of a profile, played through the core's own cache (`_nativ
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.model.spec import ModelSpec
-from thermocline.pack.route_profile import RouteProfile, open_routes
+from thermocline.pack.route_profile import RouteProfile, open_routes, path_of
 from thermocline.pack.stored_model import StoredModel
 
 F32 = NDArray[np.float32]
@@ -127,3 +128,9 @@ def own_routing(model: StoredModel) -> OwnRouting | None:
     """Return what a mixture's profile says; None if it has none. Raises BadFile for a damaged one."""
     profile = open_routes(model)
     return None if profile is None else OwnRouting.of(profile)
+
+
+def routing_hash(model: StoredModel) -> dict[str, str]:
+    """Return the sha256 of a model's profile of routing, by its name in a plan; nothing if it has none."""
+    path = path_of(model)
+    return {"routes": hashlib.sha256(path.read_bytes()).hexdigest()} if path.exists() else {}

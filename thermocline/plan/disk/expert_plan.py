@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
+from thermocline.model.tensors import TensorInfo
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
 from thermocline.plan.disk.cache_split import F64, Fetch
+from thermocline.plan.disk.expert_hits import OwnRouting
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
 from thermocline.plan.problem import Problem
@@ -17,11 +20,11 @@ from thermocline.plan.solver import Budget
 NOTHING = Fetch(0.0, 0.0, 0.0)
 
 
-def expert_plan(p: Problem, mixture: Mixture) -> Plan:
+def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
     others = {"keys and values": sum(map(p.kv_layer_bytes, range(p.spec.n_layers)))}
     others |= {k: n for k, n in p.fixed_ram(disk=False).items() if k != "embedding"}
-    s = divide(mixture, p.ram, others)
+    s = divide(Mixture(p.spec, tensors, routing), p.ram, others)
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(

@@ -60,7 +60,7 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class Played:
-    """What is played. `expert_bytes`: of each layer, where the model is known."""
+    """Tokens' choices to play. `expert_bytes`: of each layer, where the model is known."""
 
     found: Choices
     own: OwnRouting | None = None
