@@ -6,6 +6,8 @@
 //   first THREADS FLASH PROMPT                -> {"ns": ..., "token": ...}   the likeliest token after the prompt
 //   logits THREADS FLASH PROMPT GEN FILE      -> {"rows": GEN + 1}   f32 logits after the prompt and each token
 //   peak                                      -> {"peak_rss_bytes": ...}
+//
+// With EARLY_2025 it is compiled against the llama.cpp of that time, as PowerInfer's engine carries it: no REPACK.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -50,7 +52,11 @@ static void use(Driver & d, int threads, int flash) {
         p.n_ctx = uint32_t(d.n_ctx);
         p.n_batch = kBatch;
         p.n_ubatch = kUbatch;
+#ifdef EARLY_2025
+        p.flash_attn = flash != 0;
+#else
         p.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+#endif
         p.swa_full = false;
         d.ctx = llama_init_from_model(d.model, p);
         if (!d.ctx) fail("no context");
@@ -86,7 +92,11 @@ static void token(Driver & d, int at) {
 // The cache holds exactly `depth` positions: what is beyond goes, what is missing is computed.
 static void go_to(Driver & d, int depth) {
     if (d.computed > depth) {
+#ifdef EARLY_2025
+        llama_kv_self_seq_rm(d.ctx, 0, depth, -1);
+#else
         llama_memory_seq_rm(llama_get_memory(d.ctx), 0, depth, -1);
+#endif
         d.computed = depth;
     }
     prompt(d, d.computed, depth);
@@ -147,8 +157,12 @@ int main(int argc, char ** argv) {
     d.tokens = read_tokens(argv[2]);
     d.n_ctx = atoi(argv[3]);
     llama_model_params p = llama_model_default_params();
+#ifdef EARLY_2025
+    p.use_mmap = atoi(argv[4]) != 0;
+#else
     p.load_mode = atoi(argv[4]) ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
     p.use_extra_bufts = atoi(argv[5]) != 0;
+#endif
     p.n_gpu_layers = argc > 6 ? atoi(argv[6]) : 0;
     const auto begin = std::chrono::steady_clock::now();
     d.model = llama_model_load_from_file(argv[1], p);
