@@ -2,6 +2,7 @@
 
     python bench/disk/disk.py --pack P --gguf G.gguf --build-dir /tmp/llama.cpp --limit 8
     python bench/disk/disk.py --pack P --limit 6 8 12 16 --variants all
+    python bench/disk/disk.py --pack M.gguf --gguf M.gguf --build-dir /tmp/llama.cpp --variants all
 
 As root: a limit is a memory cgroup. Each run is a process that loads. Rounds go through the variants in turn,
 the first changing: everything on, then less and less of the disk tier. llama.cpp generates few tokens: each
@@ -30,7 +31,7 @@ from memory_limit import drop_from_cache, memory_limit
 
 from thermocline.machine import hardware
 from thermocline.offline.bench import random_tokens
-from thermocline.pack.pack import Pack
+from thermocline.opening.open_model import open_model
 
 GIB = 1 << 30
 VARIANTS = {
@@ -48,6 +49,8 @@ def thermocline(*words: object) -> list[str]:
 
 def ours(args: argparse.Namespace, limit: float, without: str) -> dict[str, Any]:
     """A row of `thermocline bench`, and what the group was charged."""
+    if args.pack.is_file():
+        drop_from_cache(args.pack)
     command = thermocline("bench", "-m", args.pack, "--sparsity", args.sparsity, "-t", args.threads, "-q")
     command += ["-p", "0", "-n", str(args.gen), "-r", str(args.repeat), "-o", "json", "--ram", str(limit)]
     command += ["--disable", without] if without else []
@@ -114,8 +117,8 @@ def show(row: dict[str, Any]) -> None:
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--pack", type=Path, required=True)
-    p.add_argument("--gguf", type=Path, help="the dense model of the same shape and format, for llama.cpp")
+    p.add_argument("--pack", type=Path, required=True, help="what we run: a pack, or a GGUF in place")
+    p.add_argument("--gguf", type=Path, help="what llama.cpp runs: as large, or the same")
     p.add_argument("--limit", type=float, nargs="+", default=[8.0], help="GiB; several: a sweep")
     p.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     p.add_argument("--sparsity", default="predict")
@@ -141,7 +144,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    spec = Pack.open(args.pack).spec
+    spec = open_model(args.pack, Path(tempfile.gettempdir()) / "thermocline-bench", None).spec
     with tempfile.TemporaryDirectory() as scratch:
         tokens = Path(scratch) / "tokens.i32"
         np.array(random_tokens(spec, 1, 64), np.int32).tofile(tokens)
