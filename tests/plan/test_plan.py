@@ -344,6 +344,12 @@ def test_the_shortest_token_is_not_slower_than_papers(vram: float) -> None:
     assert time_us <= 1.002 * paper_us
 
 
+def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS 1.16 printed a banner on its own, before the JSON of `plan --json`."""
+    made(*relu(), NO_DISK, vram=0.7)
+    assert capfd.readouterr().out == ""
+
+
 # ---- refusals, speed
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from thermocline.plan.cost import F64, I64, Columns
 
 if TYPE_CHECKING:
-    from highspy import HighsLp
+    from highspy import Highs, HighsLp
 
 UNIT = 4096.0  # of the memory rows: numbers near 1 to 10^8
 GAP = 1e-3  # of the objective: less than a person can measure, or the machine model is good for
@@ -271,9 +271,8 @@ def _highs(
 ) -> Relaxed | None:
     import highspy
 
-    h = highspy.Highs()  # type: ignore[no-untyped-call]
+    h = _silent(highspy)
     for name, setting in (
-        ("output_flag", False),
         ("threads", 1),
         ("time_limit", time_limit),
         ("mip_rel_gap", gap),
@@ -292,6 +291,18 @@ def _highs(
     if h.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
     return counts, np.split(np.asarray(solution.col_dual), ends), float(info.objective_function_value)
+
+
+def _silent(highspy: ModuleType) -> Highs:
+    """Return a solver that prints nothing: that of 1.16 prints a banner when it is made."""
+
+    class Silent(highspy.Highs):  # type: ignore[name-defined,misc]
+        def enableCallbacks(self) -> None:  # the first that prints
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    silent: Highs = Silent()
+    return silent
 
 
 def _model(highspy: ModuleType, groups: Sequence[Group], budget: Budget, *, whole: bool) -> HighsLp:
