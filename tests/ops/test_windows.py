@@ -222,7 +222,8 @@ from toy import SPEC, random_weights
 spec = dataclasses.replace(SPEC, max_context=32768, n_heads=1, n_kv_heads=1, n_layers=1, rope_scaling=SCALED)
 lab = native_lab(spec=spec, w=random_weights(spec), threads=1)
 e = lab.engine(context=32768, kv_tokens=32768, tokenizer=None)
-request = e.submit(np.random.default_rng(0).integers(1, 90, 32767).tolist(), SamplingParams(max_tokens=2))
+prompt = np.random.default_rng(0).integers(1, 90, 32767).tolist()
+request = e.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
 for depth in (512, *DEPTHS):
     while request.computed < min(depth, 32767):
         e.step()
