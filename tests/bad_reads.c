@@ -27,13 +27,28 @@
 
 static char said[64];
 static const char* word(void) { const char* w = getenv("BAD_READ"); return *said ? said : w ? w : ""; }
+/* A thread that reads ahead asks while another one says. A lock, since a sanitizer does not see atomics here. */
+static pthread_mutex_t saying = PTHREAD_MUTEX_INITIALIZER;
 static int is(const char* what) {
     size_t n = strlen(what);
-    return !strncmp(word(), what, n) && (word()[n] == 0 || word()[n] == ' ');
+    pthread_mutex_lock(&saying);
+    int found = !strncmp(word(), what, n) && (word()[n] == 0 || word()[n] == ' ');
+    pthread_mutex_unlock(&saying);
+    return found;
 }
-static long number(void) { const char* n = strchr(word(), ' '); return n ? atol(n + 1) : 0; }
+static long number(void) {
+    pthread_mutex_lock(&saying);
+    const char* n = strchr(word(), ' ');
+    long found = n ? atol(n + 1) : 0;
+    pthread_mutex_unlock(&saying);
+    return found;
+}
 static atomic_long reads, calls;
-void bad_reads(const char* what) { strncpy(said, what, sizeof said - 1), reads = calls = 0; }
+void bad_reads(const char* what) {
+    pthread_mutex_lock(&saying);
+    strncpy(said, what, sizeof said - 1), reads = calls = 0;
+    pthread_mutex_unlock(&saying);
+}
 long bad_reads_seen(void) { return reads; }
 static int spoilt(long n) { return (is("eio") && n == number()) || (is("eio_from") && n >= number()); }
 static uint64_t part(uint64_t n) { return n > 512 ? n / 2 & ~(uint64_t)511 : n; }

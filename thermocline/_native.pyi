@@ -346,7 +346,7 @@ class DiskRows:
         (threads that waited for the disk with nothing else to do, added up)."""
 
 class ExpertFiles:
-    """The files of a model whose experts come from disk (a GGUF's parts, or weights.bin): one queue of reads.
+    """The files of a model whose experts or FFNs come from disk (a GGUF's parts, or weights.bin): one queue.
 
     `files`: (path, state) as `begin_rows` has them. `depth`: reads in flight at most, each with a buffer of
     `piece_bytes` (whole pages): a row and twice the alignment of direct reads, 4096 at most, fit into it.
@@ -395,6 +395,38 @@ class DiskExperts:
     def stats(self) -> dict[str, int]:
         """As of `DiskRows`; records are experts."""
 
+# All rows of a matrix in a file, `to` 0; how many of them are in memory; a name for `DiskError`.
+_StreamedMatrix = tuple[_RowRun, int, str]
+
+class StreamedLayer:
+    """One FFN of a stream."""
+
+class DenseStream:
+    """The rows of FFNs that do not fit in memory, read in the order in which a step needs them, step by step.
+
+    They pass through `slots` slots of `stride` bytes of an arena, in records: rows of gate and as many of up,
+    or of down. `ffns`: of each layer with some on disk (gate, and up where there is one; rows of a record;
+    down; rows of a record). A record's rows of one matrix are one read, in a piece of `files`. `threads`: of
+    a call; a thread besides reads from now on. `planar`: as of `DiskExperts`. RuntimeError: the system has
+    no more threads.
+    """
+
+    def __new__(
+        cls,
+        arena: Arena,
+        offset: int,
+        stride: int,
+        slots: int,
+        files: ExpertFiles,
+        ffns: Sequence[tuple[Sequence[_StreamedMatrix], int, _StreamedMatrix, int]],
+        threads: int,
+        *,
+        planar: bool = False,
+    ) -> DenseStream: ...
+    def layer(self, i: int) -> StreamedLayer: ...
+    def stats(self) -> dict[str, int]:
+        """As of `DiskRows`; records are those of a stream."""
+
 class DiskError(Exception):
     """args: (errno, -1: the file ends early, 0: wrong checksum, CHANGED: another file than when its header
     was read, NOT_FINITE: a scale is no finite number; name; neuron, or -1 where the name says it all; whether
@@ -424,10 +456,11 @@ class FFN:
         up_bias: F32 | None = None,
         alpha: float = 1.0,
         limit: float = 0.0,
+        stream: StreamedLayer | None = None,
     ) -> FFN:
         """`disk`: up and down are matrices over its whole pool, [slots, dim]. `gate_disk`: gate is, without a
         bias, which is `gate_bias` [neurons] then. `up_bias` [neurons]: not of bundles. `alpha`, `limit`:
-        swiglu_oai's."""
+        swiglu_oai's. `stream`: gate, up and down are the first rows, and the gate's bias is `gate_bias`."""
 
     @property
     def neurons(self) -> int: ...

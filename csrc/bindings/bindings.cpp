@@ -208,28 +208,50 @@ static bool over_slots(const Matrix& w, const DiskRows& disk) {
            w.data + tc::row_bytes(w.format, w.cols) <= pool.data + pool.stride;
 }
 
+// Has the layer these matrices, of which the first rows are held?
+static void check_stream(const tc::StreamedLayer& s, const Matrix& gate, const Matrix* up,
+                         const Matrix& down) {
+    using Stream = tc::DenseStream;
+    const Stream::Layer& layer = s.stream->layers()[s.layer];
+    auto check_part = [](const tc::StreamedMatrix& m, const Matrix& w) {
+        check(m.held == w.rows && m.run.form->format == w.format && m.run.group == w.group &&
+                  m.run.blocks * m.run.form->block == w.cols && m.run.stride == w.stride,
+              "the stream has another matrix");
+    };
+    const auto& first = layer.parts[Stream::GATE_UP];
+    check(first.size() == (up ? 2 : 1), "the stream has other matrices");
+    check_part(first[0], gate), check_part(layer.parts[Stream::DOWN][0], down);
+    if (up) check_part(first[1], *up);
+    check(first[0].run.rows == down.cols && layer.parts[Stream::DOWN][0].run.rows == gate.cols,
+          "the stream's matrices have other rows");
+}
+
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down,
                     std::optional<F1> down_bias, int activation, float threshold, bool up_relu, bool bundles,
                     const Norm* sub_norm, const Join& join, const Predictor* predictor, DiskRows* disk,
                     DiskRows* gate_disk, std::optional<F1> gate_bias, std::optional<F1> up_bias, float alpha,
-                    float limit) {
+                    float limit, const tc::StreamedLayer* stream) {
     check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias),
           "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
-    const size_t dim = g.cols, neurons = disk ? disk->neurons : g.rows;
-    check(bundles ? (disk || d.rows == neurons) && d.cols == dim : d.rows == dim && d.cols == neurons,
+    const size_t dim = g.cols, neurons = disk ? disk->neurons : stream ? d.cols : g.rows;
+    check(!stream || !bundles, "neurons in bundles do not come in a stream");
+    if (stream) check_stream(*stream, g, up, d);
+    check(bundles ? (disk || d.rows == neurons) && d.cols == dim
+                  : (stream || d.rows == dim) && d.cols == neurons,
           "down has the wrong shape");
-    check(!up || ((disk || up->rows == neurons) && up->cols == dim), "up does not match gate");
+    check(!up || ((disk || up->rows == g.rows) && up->cols == dim), "up does not match gate");
     if (up) check_weights(*up);
     check(!disk || bundles, "only bundles can be on disk");
     check(!disk || (over_slots(d, *disk) && (!up || over_slots(*up, *disk))),
           "up and down are not over the pool's slots");
     check(gate_disk ? disk && over_slots(g, *gate_disk) && gate_disk->neurons == neurons &&
                           &gate_disk->reader == &disk->reader
-                    : g.rows == neurons,
+                    : stream || g.rows == neurons,
           "gate does not match the neurons");
-    check(!gate_disk || !gate.linear.bias, "the bias of gates on disk is gate_bias");
-    check(gate_disk || !gate_bias, "gate_bias is for gates on disk");
+    const bool gates_left = gate_disk || stream;
+    check(!gates_left || !gate.linear.bias, "the bias of gates on disk is gate_bias");
+    check(gates_left || !gate_bias, "gate_bias is for gates on disk");
     check_weights(down);
     check(neurons <= size_t(INT32_MAX), "too many neurons");
     const tc::Predictor guess = predictor ? predictor->predictor : tc::Predictor{};
@@ -247,11 +269,12 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     check(!bundles || activation != tc::SWIGLU_OAI, "no neuron of this activation can be skipped");
     check(!up_bias || (up && !bundles), "only up as a plain matrix has a bias");
     tc::Linear gates = gate.linear;
-    if (gate_disk) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
+    if (gates_left) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
     return {{norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
              optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation),
              threshold, up_relu, bundles, norm_of(sub_norm, neurons), join_of(join, dim), guess, disk,
-             gate_disk, optional_vector(up_bias, neurons, "up_bias has the wrong length"), alpha, limit},
+             gate_disk, optional_vector(up_bias, neurons, "up_bias has the wrong length"), alpha, limit,
+             stream ? stream->stream : nullptr, stream ? stream->layer : 0},
             held(norm),
             held(sub_norm),
             gate,
@@ -860,8 +883,9 @@ NB_MODULE(_native, m) {
              "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(), "disk"_a.none() = nb::none(),
              "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
              "up_bias"_a.noconvert().none() = nb::none(), "alpha"_a = 1.0f, "limit"_a = 0.0f,
-             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(),
-             nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
+             "stream"_a.none() = nb::none(), nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(),
+             nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(),
+             nb::keep_alive<0, 15>(), nb::keep_alive<0, 20>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })
         .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
     nb::class_<tc::RouterRule>(m, "RouterRule")

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "engine/model_ops.h"
+#include "storage/dense_stream.h"
 #include "storage/disk_experts.h"
 #include "storage/store.h"
 

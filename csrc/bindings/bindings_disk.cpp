@@ -158,6 +158,86 @@ static DiskExperts* make_experts(SlotPool& pool, tc::ExpertFiles& files,
     }
 }
 
+// ---- FFNs that come in a stream
+
+// (where all rows are in the file, as `begin_rows` takes them; how many of them are in memory; name)
+using Streamed = std::tuple<Run, size_t, std::string>;
+// (gate, and up where there is one; rows of a record; down; rows of a record)
+using StreamedFFN = std::tuple<std::vector<Streamed>, size_t, Streamed, size_t>;
+
+static tc::StreamedMatrix streamed(const Streamed& given, size_t rows_of_record, const tc::ExpertFiles& files,
+                                   bool planar) {
+    const auto& [run, held, name] = given;
+    check(!std::get<7>(run), "streamed rows come in turn");
+    check(std::get<9>(run) == 0 && std::get<5>(run) == 0, "a matrix begins at row 0");
+    const size_t group = std::get<8>(run);
+    tc::RowRun r = make_run(run, SIZE_MAX / 4, files.files.size());
+    r.planar = planar;
+    check(r.stride == r.row_bytes(), "streamed rows lie one behind the other");
+    check(held >= 1 && held <= r.rows, "some rows are in memory");
+    check(rows_of_record >= 1 && rows_of_record % group == 0 && r.rows % group == 0 && held % group == 0,
+          "a record divides a group");
+    const size_t room = files.reader.buffer_bytes() - 2 * files.reader.alignment();
+    check(rows_of_record <= room / r.row_bytes(), "a record's rows are larger than a piece");
+    check(r.at <= uint64_t(INT64_MAX) / 2 && r.rows <= size_t(UINT32_MAX), "rows out of range");
+    return {r, held, name};
+}
+
+static tc::DenseStream* make_stream(const Arena& arena, size_t offset, size_t stride, size_t slots,
+                                    tc::ExpertFiles& files, const std::vector<StreamedFFN>& ffns, int threads,
+                                    bool planar) {
+    using Stream = tc::DenseStream;
+    check(offset % tc::kSlotAlignment == 0 && stride % tc::kSlotAlignment == 0 && stride > 0 && slots >= 1 &&
+              offset <= arena.bytes && stride <= (arena.bytes - offset) / slots,
+          "slots outside their arena");
+    check(threads >= 1 && threads <= 1024, "threads out of range");
+    std::vector<Stream::Layer> layers;
+    bool some = false;
+    for (const auto& [first, rows, down, down_rows] : ffns) {
+        check(first.size() == 1 || first.size() == 2, "gate, and perhaps up");
+        Stream::Layer layer;
+        for (const Streamed& s : first)
+            layer.parts[Stream::GATE_UP].push_back(streamed(s, rows, files, planar));
+        layer.parts[Stream::DOWN].push_back(streamed(down, down_rows, files, planar));
+        layer.rows[Stream::GATE_UP] = rows, layer.rows[Stream::DOWN] = down_rows;
+        const auto &gate = layer.parts[Stream::GATE_UP].front(), &up = layer.parts[Stream::GATE_UP].back();
+        check(gate.held == up.held && gate.run.rows == up.run.rows, "gate and up differ in rows");
+        for (const Stream::Phase p : {Stream::GATE_UP, Stream::DOWN}) {
+            const size_t bytes = tc::slot_bytes(layer, p);
+            check(bytes <= stride, "a record is larger than a slot");
+            some |= bytes > 0;
+        }
+        layers.push_back(std::move(layer));
+    }
+    check(some, "all rows are in memory");
+    nb::gil_scoped_release release;
+    return new Stream(files, arena.data + offset, stride, slots, std::move(layers), threads);
+}
+
+static std::map<std::string, uint64_t> stats_of_stream(const tc::DenseStream& stream) {
+    const tc::DenseStream::Stats s = stream.stats();
+    return {{"needed", s.needed},
+            {"missed", s.missed},
+            {"reads", s.reads},
+            {"bytes", s.bytes},
+            {"waited_ns", s.waited_ns}};
+}
+
+static void bind_stream(nb::module_& m) {
+    nb::class_<tc::StreamedLayer>(m, "StreamedLayer");
+    nb::class_<tc::DenseStream>(m, "DenseStream")
+        .def(nb::new_(&make_stream), "arena"_a, "offset"_a, "stride"_a, "slots"_a, "files"_a, "ffns"_a,
+             "threads"_a, nb::kw_only(), "planar"_a = false, nb::keep_alive<0, 2>(), nb::keep_alive<0, 6>())
+        .def(
+            "layer",
+            [](tc::DenseStream& s, size_t i) {
+                check(i < s.layers().size(), "no such layer");
+                return tc::StreamedLayer{&s, i};
+            },
+            "i"_a, nb::keep_alive<0, 1>())
+        .def("stats", &stats_of_stream);
+}
+
 static void bind_experts(nb::module_& m) {
     nb::class_<tc::ExpertFiles>(m, "ExpertFiles")
         .def(nb::new_(&make_files), "files"_a, nb::kw_only(), "depth"_a, "piece_bytes"_a, "method"_a = "",
@@ -217,6 +297,7 @@ void bind_disk(nb::module_& m) {
     bind_disk_error(m);
     bind_slots(m);
     bind_experts(m);
+    bind_stream(m);
     nb::class_<Reader>(m, "Reader")
         .def("__init__", &make_reader, "path"_a, nb::kw_only(), "depth"_a, "buffer_bytes"_a, "method"_a = "",
              "direct"_a = true)

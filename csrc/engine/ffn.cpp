@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "model_ops.h"
+#include "storage/dense_stream.h"
 #include "work.h"
 
 namespace tc {
@@ -45,9 +46,44 @@ size_t activate(const Kernels& k, const FFN& f, float* gate, const float* up, si
     return live;
 }
 
+// The rows of an FFN's matrices: those in memory, `held` in pieces, and those that come from disk meanwhile.
+class EachRow {
+ public:
+    EachRow(Pieces& held, const FFN& f, DenseStream::Phase phase) : held_(held), f_(f), phase_(phase) {}
+    // Calls work(first, begin, end, part) for rows [begin, end) behind row `first`: part(w, i) is w, the i-th
+    // matrix of the phase, of which row 0 is that. Streamed rows come first: the disk waits for their slots.
+    template <class Fn>
+    void run(int thread, Fn work) {
+        auto streamed = [&](bool wait) {
+            DenseStream::Rows rows;
+            if (!f_.stream || !f_.stream->take(phase_, &rows, thread, wait)) return false;
+            work(rows.first, 0, rows.n, [&](const Matrix& w, size_t i) { return rows.of(w, i); });
+            f_.stream->done(rows);
+            return true;
+        };
+        for (size_t begin, end;;) {
+            if (streamed(false)) continue;
+            if (held_.take(&begin, &end))
+                work(0, begin, end, [](const Matrix& w, size_t) { return w; });
+            else if (!streamed(true))
+                return;
+        }
+    }
+
+ private:
+    Pieces& held_;
+    const FFN& f_;
+    const DenseStream::Phase phase_;
+};
+
+// A long piece of rows in memory would keep a thread from those that come, whose slots the disk waits for.
+static size_t longest_piece(const FFN& f, DenseStream::Phase phase) {
+    return f.stream ? f.stream->layers()[f.stream_layer].rows[phase] : SIZE_MAX;
+}
+
 // Rows of gate and up, then, when all are done, rows of down.
 FFNCounts Context::dense_ffn(const FFNArgs& a) {
-    const size_t n = a.ffn.gate.weight.rows, tokens = a.tokens, threads = size_t(pool.threads());
+    const size_t n = a.ffn.neurons(), tokens = a.tokens, threads = size_t(pool.threads());
     const Format f = a.ffn.down.format;
     const bool lanes = tokens > kFewTokens;
     const GateUpInputs in = gate_up_inputs(a);
@@ -59,27 +95,33 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
         copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
     uint8_t* scratch = panels(lanes ? std::max(gate_up_panel_bytes(a, in), k.panel_bytes(f, n, tokens)) : 0);
     const size_t panel = size_t(k.panel_rows), block = 32;  // of the next input: some panels
-    Pieces neurons(n, lanes ? panel : piece_rows(a.ffn.gate.weight.stride, block, int(threads)),
-                   int(threads)),
-        rows(a.dim, lanes ? panel : piece_rows(a.ffn.down.stride, panel, int(threads)), int(threads));
+    Pieces neurons(a.ffn.gate.weight.rows,
+                   lanes ? panel : piece_rows(a.ffn.gate.weight.stride, block, int(threads)), int(threads),
+                   longest_piece(a.ffn, DenseStream::GATE_UP)),
+        rows(a.ffn.down.rows, lanes ? panel : piece_rows(a.ffn.down.stride, panel, int(threads)),
+             int(threads), longest_piece(a.ffn, DenseStream::DOWN));
     std::atomic<size_t> active{0};
     const bool whole_rows =
         lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
+    EachRow each_neuron(neurons, a.ffn, DenseStream::GATE_UP), each_row(rows, a.ffn, DenseStream::DOWN);
 
     auto region = [&](int thread) {
         uint8_t* mine = scratch + size_t(thread) * panel_stride_;
         size_t live = 0;
-        for (size_t begin, end; neurons.take(&begin, &end);) {
-            k.matmul(a.ffn.gate.weight, nullptr, begin, end, in.gate, a.ffn.gate.bias, false, gate + begin, n,
-                     mine);
-            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, a.ffn.up_bias, false, up + begin, n, mine);
+        each_neuron.run(thread, [&](size_t first, size_t begin, size_t end, auto part) {
+            const Linear& g = a.ffn.gate;
+            const size_t at = first + begin, some = end - begin;
+            k.matmul(part(g.weight, 0), nullptr, begin, end, in.gate, g.bias ? g.bias + first : nullptr,
+                     false, gate + at, n, mine);
+            const float* bias = a.ffn.up_bias ? a.ffn.up_bias + first : nullptr;
+            if (up) k.matmul(part(a.ffn.up, 1), nullptr, begin, end, in.up, bias, false, up + at, n, mine);
             for (size_t t = 0; t < tokens; t++) {
-                float* h = gate + t * n + begin;
-                live += activate(k, a.ffn, h, up ? up + t * n + begin : nullptr, end - begin);
-                if (a.record) std::copy(h, h + (end - begin), a.record + t * n + begin);
-                if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);
+                float* h = gate + t * n + at;
+                live += activate(k, a.ffn, h, up ? up + t * n + at : nullptr, some);
+                if (a.record) std::copy(h, h + some, a.record + t * n + at);
+                if (!whole_rows && copy) k.quantize(f, h, n, at, at + some, false, bytes, t, hidden);
             }
-        }
+        });
         active.fetch_add(live, std::memory_order_relaxed);
         pool.barrier();
         if (whole_rows) {
@@ -92,10 +134,15 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
             pool.barrier();
         }
         const Input h = {hidden, bytes, tokens, lanes};
-        for (size_t begin, end; rows.take(&begin, &end);)
-            k.matmul(a.ffn.down, nullptr, begin, end, h, a.ffn.down_bias, true, a.x + begin, a.dim, mine);
+        each_row.run(thread, [&](size_t first, size_t begin, size_t end, auto part) {
+            const float* bias = a.ffn.down_bias ? a.ffn.down_bias + first : nullptr;
+            k.matmul(part(a.ffn.down, 0), nullptr, begin, end, h, bias, true, a.x + first + begin, a.dim,
+                     mine);
+        });
     };
+    if (a.ffn.stream) a.ffn.stream->begin(a.ffn.stream_layer, pool.threads(), interrupted);
     pool.run(region);
+    if (a.ffn.stream) a.ffn.stream->end();
     const size_t all = n * (up ? 2 : 1);
     return {active.load(), all, all, n, 0};
 }

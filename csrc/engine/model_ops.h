@@ -38,6 +38,7 @@ struct Norm {
 };
 
 class DiskExperts;  // storage/disk_experts.h
+class DenseStream;  // storage/dense_stream.h
 
 // x wT + bias; bias may be null.
 struct Linear {
@@ -192,8 +193,12 @@ struct FFN {
     DiskRows *disk = nullptr, *gate_disk = nullptr;
     const float* up_bias = nullptr;  // [neurons], or null: of plain matrices only
     float alpha = 1, limit = 0;      // SWIGLU_OAI's
+    // Of plain matrices that are too large for memory: gate, up and down are their first rows; the others
+    // come from here, as its layer `stream_layer`.
+    DenseStream* stream = nullptr;
+    size_t stream_layer = 0;
     Gating gating() const { return {activation, threshold, up_relu, alpha, limit}; }
-    size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
+    size_t neurons() const { return disk ? disk->neurons : stream ? down.cols : gate.weight.rows; }
 };
 
 // A router picks `active` of the experts for each token. The result is the sum of their FFNs, weighted as the

@@ -1,0 +1,156 @@
+// The FFNs of a model that is larger than its memory, as plain matrices: the first rows of each are in
+// memory, the others come from disk in the order in which a step multiplies with them, step after step.
+//
+// A record is what one thread computes at a time: rows of gate and the same of up, or rows of down. A thread
+// of its own reads records into a ring of slots, beyond the end of a step into the next one's first layer, so
+// that the disk reads on during attention and the head. Nothing is kept: what comes round last is what leaves
+// first, so every cache of it would miss.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "disk_experts.h"
+#include "kernels/kernels.h"
+
+namespace tc {
+
+// Some rows of a matrix, or all, in a file: `run`, of which the first `held` are in memory.
+struct StreamedMatrix {
+    RowRun run;
+    size_t held;
+    std::string name;  // for DiskError
+};
+
+class DenseStream {
+ public:
+    enum Phase { GATE_UP, DOWN, N_PHASES };
+    struct Layer {
+        std::vector<StreamedMatrix> parts[N_PHASES];  // gate, perhaps up, of one shape; down
+        size_t rows[N_PHASES];                        // of a record, a multiple of a group
+    };
+    // A record that has come: rows [first, first + n) of its matrices.
+    struct Rows {
+        size_t first, n, slot;
+        const uint8_t* data[2];  // of each matrix
+        // Return a matrix of which row 0 is row `first` of the whole.
+        Matrix of(Matrix w, size_t part) const {
+            w.data = data[part], w.rows = n;
+            return w;
+        }
+    };
+    struct Stats {
+        uint64_t needed = 0, missed = 0, reads = 0, bytes = 0, waited_ns = 0;  // needed: in records
+    };
+
+    // slots: n of `stride` bytes each, for records. threads: of a call. Some rows of some matrix are not
+    // held. Begins to read; std::system_error where there are no more threads. What is given outlives it.
+    DenseStream(ExpertFiles& files, uint8_t* slots, size_t stride, size_t n, std::vector<Layer> layers,
+                int threads);
+    ~DenseStream();
+    DenseStream(const DenseStream&) = delete;
+    DenseStream& operator=(const DenseStream&) = delete;
+
+    // ---- the thread that makes a call; one call at a time
+
+    // Begins an FFN. Where that is not the next one in turn, or a read has failed since, reading begins
+    // there. std::runtime_error in a forked process.
+    void begin(size_t layer, int threads, Interrupted interrupted);
+    void end();  // DiskError where a read failed
+
+    // ---- all threads of its region
+
+    // Gives the next rows of a phase; false: there are none, or without `wait` none yet. Phases come in turn.
+    // Whoever waits puts away what has been read.
+    bool take(Phase phase, Rows* rows, int thread, bool wait);
+    void done(const Rows& rows);  // nobody needs them any more
+
+    Stats stats() const;
+    const std::vector<Layer>& layers() const { return layers_; }
+
+ private:
+    struct Record {
+        uint32_t layer, first, n;
+        uint8_t phase, known[2] = {0, 0};
+        uint32_t crc[2] = {0, 0};  // CRC-32C of the bytes in the file, made when they are read first
+    };
+    struct Slot {
+        size_t left = 0;  // reads that are not put away
+        bool done = false;
+    };
+    struct Read {
+        size_t record, part, slot;
+        uint64_t turn;   // of `turn_`, when it was begun
+        uint64_t at;     // of its first byte in the file
+        uint64_t begin;  // where the buffer begins
+        size_t bytes;    // that are wanted
+    };
+    void run();
+    void seek(std::unique_lock<std::mutex>& held, size_t record);
+    void submit(std::unique_lock<std::mutex>& held);
+    ReadRequest request();
+    void accept(const ReadDone* done, size_t n);
+    void put_away(std::unique_lock<std::mutex>& held, int thread);
+    int put(const Read& r, const uint8_t* buffer, int thread);
+    void wait(std::unique_lock<std::mutex>& held, int thread);
+    void fail(int error, const Read* r);
+    // Is a record there? Its slot alone does not say: it may hold what came a turn of the ring before.
+    bool has_come(uint64_t number) const {
+        return number < asked_ && !slots_[size_t(number % slots_.size())].left;
+    }
+    const StreamedMatrix& matrix(const Record& r, size_t part) const {
+        return layers_[r.layer].parts[r.phase][part];
+    }
+
+    ExpertFiles& files_;
+    Reader& reader_;
+    uint8_t* const data_;
+    const size_t stride_;
+    const std::vector<Layer> layers_;
+    const int threads_;
+    std::vector<Record> records_;  // of a step, in order
+    std::vector<size_t> first_;    // [layers * N_PHASES + 1]: the records of each phase
+    std::vector<size_t> held_;     // [layers]: as many records are in memory
+    std::vector<uint8_t> scratch_;
+    size_t scratch_bytes_ = 0;  // of a thread that arranges
+
+    // Records are numbered through all steps: number % records_.size() is the record, % slots_.size() its
+    // slot. done_ <= next_ <= asked_ <= done_ + slots_.size(): what is finished, given to a thread, asked
+    // for.
+    mutable std::mutex lock_;                // guards all that follows
+    std::condition_variable &came_, &room_;  // for those that compute; for the thread that reads
+    uint64_t done_ = 0, next_ = 0, asked_ = 0;
+    size_t part_ = 0;                  // of record asked_: the next to ask for
+    uint64_t end_[N_PHASES] = {0, 0};  // of the running call
+    uint64_t turn_ = 0;                // goes up when reading begins elsewhere
+    std::vector<Slot> slots_;
+    std::vector<Read> reads_;        // by buffer
+    std::vector<unsigned> buffers_;  // without a read
+    std::deque<unsigned> arrived_;
+    size_t under_way_ = 0, putting_ = 0;
+    bool failed_ = false, stop_ = false;
+    DiskError error_{0, "", 0};
+    Stats stats_;
+    Interrupted interrupted_ = nullptr;
+    std::chrono::steady_clock::time_point asked_python_;
+    std::thread thread_;
+};
+
+// Return the bytes of a record in its slot; 0: all rows are held.
+size_t slot_bytes(const DenseStream::Layer& layer, DenseStream::Phase phase);
+
+// A layer's part of a stream, as an FFN has it.
+struct StreamedLayer {
+    DenseStream* stream = nullptr;
+    size_t layer = 0;
+};
+
+}  // namespace tc
