@@ -100,5 +100,8 @@ def switched_off() -> Any:
 
 
 def ram_limit() -> Any:
-    help = "Memory that all of it may take. Of larger ReLU models neurons, of mixtures experts stay on disk."
+    help = (
+        "Memory that all of it may take. Of larger ReLU models neurons, of mixtures experts, of others parts "
+        "of FFNs stay on disk."
+    )
     return memory_limit(help, "what is free")

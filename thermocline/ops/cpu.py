@@ -196,7 +196,7 @@ class CpuOps:
         assert part is not None, "no neurons in RAM"
         cache, predictor = part.cache or NO_CACHE, part.predictor
         assert predictor is None or isinstance(predictor, _native.Predictor)
-        gates_on_disk = cache.gates is not None  # then the gate's rows are slots, of which there are fewer
+        gates_on_disk = cache.gates is not None or part.stream is not None  # there are fewer rows than biases
         return _native.FFN(
             norm=norm,
             gate=_linear(part.gate.weight, None if gates_on_disk else part.gate.bias),
@@ -216,6 +216,7 @@ class CpuOps:
             up_bias=part.up_bias,
             alpha=spec.swiglu_alpha,
             limit=spec.swiglu_limit,
+            stream=part.stream,
         )
 
     def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> _native.PerLayer:

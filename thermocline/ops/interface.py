@@ -108,6 +108,9 @@ class FFNPart:
     cache: NeuronCache | None = None
     pinned: FFNPart | None = None  # the same rows of RAM as GPUs read them, so that they can be sent to one
     up_bias: F32 | None = None  # never of bundles, nor on a GPU
+    stream: _native.StreamedLayer | None = (
+        None  # gate, up and down are their first rows; the others come here
+    )
 
 
 @dataclass(frozen=True)
@@ -373,7 +376,7 @@ SUMS = tuple(f.name for f in fields(FFNStats) if f.name != "layers")
 
 
 class DiskCounts(NamedTuple):
-    """Reads from disk for neurons or experts that are not all in memory."""
+    """Reads from disk for what is not all in memory of FFNs."""
 
     needed: int = 0  # records that tokens asked for
     missed: int = 0  # of those, read from disk

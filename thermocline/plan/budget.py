@@ -1,4 +1,4 @@
-"""Without a GPU: all of a model in RAM, or as many of its neurons or experts as a budget has room for.
+"""Without a GPU: all of a model in RAM, or as much of its FFNs as a budget has room for.
 
 Here is nothing that a planner needs, since every session comes by.
 """
@@ -16,10 +16,10 @@ from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
-from thermocline.pack.predictor import Predictors
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.contents import contents_of, pack_sizes, tables_of
-from thermocline.plan.disk import expert_split
+from thermocline.plan.disk import dense_split, expert_split
+from thermocline.plan.disk.dense_split import Dense, DenseSplit
 from thermocline.plan.disk.disk_split import (
     Arrangement,
     Contents,
@@ -36,6 +36,7 @@ from thermocline.plan.memory import context_for, contexts_for, fit, others_of, r
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
 if TYPE_CHECKING:
+    from thermocline.pack.predictor import Predictors
     from thermocline.plan.planner import Plan
 
 
@@ -47,6 +48,7 @@ class Decision:
     contents: Contents | None = None  # of RAM, where the disk has neurons
     plan: Plan | None = None  # with what is predicted, where there is a GPU
     mixture: Mixture | None = None  # where the disk has experts
+    dense: Dense | None = None  # where it has rows of FFNs
 
     @cached_property
     def arrangement(self) -> Arrangement | None:
@@ -59,6 +61,11 @@ class Decision:
     def experts(self) -> ExpertSplit | None:
         """The slots that the placement gives to experts; None where none are on disk."""
         return None if self.mixture is None else split_of(self.mixture, self.placement)
+
+    @cached_property
+    def rows(self) -> DenseSplit | None:
+        """The rows of FFNs that the placement holds; None where none come in a stream."""
+        return None if self.dense is None else dense_split.split_of(self.dense, self.placement)
 
 
 def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:
@@ -86,6 +93,12 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
             raise refused
         split = divide(mixture, needs.budget, others, limit=needs.limit)
         return Decision(placed(split, context, kv_tokens), mixture=mixture)
+    if left == "rows":
+        dense = Dense(spec, pack.tensors)
+        if dense_split.least_bytes(dense, others) >= whole + sum(others.values()):
+            raise refused
+        rows = dense_split.divide(dense, needs.budget, others, limit=needs.limit)
+        return Decision(dense_split.placed(rows, context, kv_tokens), dense=dense)
     contents = contents_of(pack, predictors, needs.sparsity)
     if least_bytes(contents, others) >= whole + sum(others.values()):
         raise refused  # a small model: what reads from disk takes more than its neurons

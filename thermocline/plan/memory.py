@@ -40,11 +40,13 @@ class Needs:
 
 
 def reads_from_disk(spec: ModelSpec) -> str | None:
-    """Return what of a model can be left on disk: "neurons", whole "experts", or nothing."""
+    """Return what of a model can be left on disk: "neurons", whole "experts", "rows" of FFNs, or nothing."""
     if spec.sparse:
         alike = not spec.shared_dim and spec.recurrent is None and not spec.no_ffn
         return "neurons" if alike else None
-    return "experts" if spec.n_experts > 1 else None
+    if spec.n_experts > 1:
+        return "experts"
+    return "rows" if any(spec.ffn(i).experts for i in range(spec.n_layers)) else None
 
 
 def context_for(spec: ModelSpec, asked: int | None) -> int:

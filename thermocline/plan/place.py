@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers
 from thermocline.ops.interface import CPU
 from thermocline.plan import planner
+from thermocline.plan.disk.dense_plan import dense_plan
 from thermocline.plan.disk.disk_split import (
     arrange,
     beside,
@@ -22,10 +24,12 @@ from thermocline.plan.disk.expert_plan import expert_plan
 from thermocline.plan.disk.neuron_plan import stored_plan
 from thermocline.plan.further_gpus import with_further
 from thermocline.plan.memory import reads_from_disk
-from thermocline.plan.placement import LayerPlacement
 from thermocline.plan.planner import LayerPlan, Plan, fits_in
 from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.subject import Subject
+
+if TYPE_CHECKING:
+    from thermocline.plan.placement import LayerPlacement
 
 MORE = 1.25  # the budget that `alternative` tries
 
@@ -36,7 +40,7 @@ def plan(
     """Return the fastest placement that fits, as a session loads it, and how fast a token then is.
 
     Raises OutOfBudget with the smallest change that would fit.
-    `whole`: also where neurons or experts would have to be left on disk, without a GPU. `further`: bytes that
+    `whole`: also where a part of the FFNs would have to be left on disk, without a GPU. `further`: bytes that
     are free on GPUs beside the first.
     """
     p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
@@ -46,6 +50,8 @@ def plan(
     if stored is not None and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")
+        if stored == "rows":
+            return dense_plan(p, subject.contents.tensors)
         if stored == "experts":
             return expert_plan(p, subject.contents.tensors, subject.routing())
         return stored_plan(p, subject.contents)

@@ -36,6 +36,8 @@ class NeuronRange:
     slots: tuple[int, ...] | None = None
     gate_slots: tuple[int, ...] | None = None  # likewise of gate rows
     experts: int | None = None  # whole ones in memory at a time, where the others are on disk; None: all
+    # Rows of gate and up, and of down, in memory, where the others come in a stream; None: all of them.
+    held: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Placement:
 
     @property
     def from_disk(self) -> bool:
-        """Whether neurons or experts are read from disk when a token needs them."""
+        """Whether weights of FFNs are read from disk when a token needs them."""
         ranges = [r for x in self.layers for r in x.ranges]
-        return any(r.slots is not None or r.experts is not None for r in ranges)
+        return any(x is not None for r in ranges for x in (r.slots, r.experts, r.held))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -372,8 +372,9 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if x.disk and (left := reads_from_disk(p.spec)) is None:
         why = "some layers have a state or no neurons" if p.spec.sparse else "its neurons cannot be skipped"
         yield f"predicted only: {why}, so this version leaves none on disk"
-    elif x.disk and left == "experts" and p.vram:
-        yield "predicted only: beside a GPU this version leaves no experts on disk"
+    elif x.disk and left in ("experts", "rows") and p.vram:
+        what = "experts" if left == "experts" else "rows of FFNs"
+        yield f"predicted only: beside a GPU this version leaves no {what} on disk"
     if p.tiers.disk is None:
         yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:

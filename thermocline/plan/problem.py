@@ -83,6 +83,14 @@ class Problem:
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
         return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
 
+    def others(self) -> dict[str, int]:
+        """Return the parts of RAM besides weights, of a CPU that has all layers (`memory.others_of`)."""
+        layers = range(self.spec.n_layers)
+        parts = {"keys and values": sum(map(self.kv_layer_bytes, layers))}
+        if states := sum(map(self.state_layer_bytes, layers)):
+            parts["recurrent states"] = states
+        return parts | {k: n for k, n in self.fixed_ram(disk=False).items() if k != "embedding"}
+
     def fixed_vram(self) -> dict[str, int]:
         return {"buffers": device_bytes(self.spec, self.limits, self.gpus), "runtime": GPU_RUNTIME_BYTES}
 

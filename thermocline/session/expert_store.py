@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from thermocline import _native
-from thermocline.errors import IOFailure
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import DiskCounts, Weights
 from thermocline.pack import blocks
-from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, Record, Slab
-from thermocline.session import embedding_rows, weights
+from thermocline.plan.disk.expert_split import ExpertSplit, Record, Slab
+from thermocline.session import embedding_rows, resident, weights
 from thermocline.session.weights import Filled, LoadedWeights, PackInMemory
 
 if TYPE_CHECKING:
@@ -88,14 +87,10 @@ def load(
     arena = blocks.new_arena(p.bytes, str(model.path))
     tables = embedding_rows.in_arena(model, p.tensors, arena)
     made = PackInMemory(model.spec, p.tensors, arena, ops, tables=tables)
-    grouped = frozenset(weights.faster_in_groups(made))
-    made, whole = replace(made, grouped=grouped), grouped & frozenset(s.mixture.resident)
-    come = model.read_runs(arena, p.runs, progress, whole, ops.native.group)
-    for name in sorted(whole - come):
-        ops.native.interleaved(arena, replace(made, grouped=()).all_rows(name))
+    made = resident.read(model, made, p.runs, s.mixture.resident, progress)
     assembled = weights.assemble(made, str(model.path))
     try:
-        files = _files(model, s.mixture)
+        files = resident.files_of(model, depth=s.mixture.depth, piece_bytes=s.mixture.piece_bytes)
         layers = _experts(made, model, s, p, files, switches)
         for x in layers.values():
             x.load(threads)
@@ -105,15 +100,6 @@ def load(
     filled = Filled.of(arena, ((to, to + end - begin) for begin, end, to in p.runs))
     store = ExpertStore(files, tuple(layers.values()))
     return LoadedWeights(_with_disk(assembled, layers), ops, s.bytes, filled), store
-
-
-def _files(model: StoredModel, m: Mixture) -> _native.ExpertFiles:
-    """Open the files that experts lie in. Raises IOFailure."""
-    parts = [(str(path), state) for path, state in model.parts]
-    try:
-        return _native.ExpertFiles(parts, depth=m.depth, piece_bytes=m.piece_bytes)
-    except OSError as e:
-        raise IOFailure(f"{e.filename or model.path}: cannot open: {e.strerror or e}") from None
 
 
 def _experts(
@@ -133,7 +119,7 @@ def _experts(
     found = {}
     for i, r in s.mixture.records.items():
         rows = [_rows(model, r, e) for e in range(model.spec.n_experts)]
-        runs = [[_run(made, slab, f) for slab, f in each] for each in rows]
+        runs = [[resident.row_run(made, x.tensor, f, x.at) for x, f in each] for each in rows]
         names = [f"{model.path}: {slab.tensor}" for slab, _ in rows[0]]
         planar = all(f.planar for _, f in rows[0])
         found[i] = _native.DiskExperts(
@@ -147,15 +133,6 @@ def _rows(model: StoredModel, r: Record, expert: int) -> list[tuple[Slab, FileRo
     """Return where an expert's rows are, and where they go to in a slot."""
     every = ((x, model.file_rows(x.tensor, expert * x.rows, x.rows, x.at)) for x in r.slabs)
     return [(x, f) for x, found in every for f in found]
-
-
-def _run(made: PackInMemory, slab: Slab, f: FileRows) -> _native._RowRun:
-    """Return rows as native code takes them, in groups where the CPU is faster so."""
-    group, lane = 1, 0
-    if slab.tensor in made.grouped:
-        group = made.ops.native.group
-        lane = (f.to - slab.at) // f.stride % group
-    return f.format, f.columns, f.part, f.at, f.rows, f.to, f.stride, f.order, group, lane
 
 
 def _with_disk(made: Weights, layers: dict[int, _native.DiskExperts]) -> Weights:

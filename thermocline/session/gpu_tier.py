@@ -93,8 +93,9 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
         return planned_of(found, subject, here, needs)
     except OutOfBudget as e:
         stored = reads_from_disk(pack.spec)
-        if stored == "experts":
-            raise OutOfBudget(f"{e}; or --gpu off, which leaves experts on disk") from None
+        if stored in ("experts", "rows"):
+            what = "experts" if stored == "experts" else "rows of FFNs"
+            raise OutOfBudget(f"{e}; or --gpu off, which leaves {what} on disk") from None
         measured = this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if stored else None
         if measured is None:
             raise

@@ -102,7 +102,7 @@ class Session:
 
     @property
     def from_disk(self) -> bool:
-        """Whether neurons or experts are read from disk when a token needs them."""
+        """Whether weights of FFNs are read from disk when a token needs them."""
         return self.placement.from_disk
 
     @property
@@ -186,7 +186,7 @@ class Session:
         return self._opened
 
     def _read(self) -> Opened:
-        """All weights in RAM, or some neurons or experts on disk, or a part on GPUs."""
+        """All weights in RAM, or some of FFNs on disk, or a part on GPUs."""
         loading, a = partial(self._progress, "loading"), self.arrangement
         predictors, threads = self._predictors, self.threads
         records = None
@@ -209,6 +209,9 @@ class Session:
                 self.pack, split, threads=threads, disable=disable, progress=loading
             )
             return Opened(there.opaque(), experts)
+        if (rows := self.decision.rows) is not None:
+            there, stream = store.load_rows(self.pack, rows, threads=threads, progress=loading)
+            return Opened(there.opaque(), stream)
         if a is None or records is None or not isinstance(self.pack, Pack):
             begun, self._begun = self._begun or self._begin(), None
             return Opened(begun.finish(predictors, loading).opaque())
@@ -218,10 +221,11 @@ class Session:
         return Opened(made.opaque(), on_disk)
 
     def _report(self, opened: Opened) -> None:
-        a, split = self.arrangement, self.decision.experts
+        a, d = self.arrangement, self.decision
         if opened.store is None:
             return
-        what, share = ("neurons", a.share) if a is not None else ("experts", split.share if split else 0.0)
+        shares = {"neurons": a, "experts": d.experts, "FFNs' rows": d.rows}
+        what, share = next((what, x.share) for what, x in shares.items() if x is not None)
         log.warning(
             f"{self.pack.path} is larger than its memory: there is room for {share:.0%} of its {what}, "
             f"the others come from disk when they are needed ({opened.store.how})"
@@ -316,4 +320,9 @@ def _chosen(
         )
     if "bundle" in options.disable and decision.mixture is not None:
         raise UsageError("--disable bundle: experts on disk have none; leave it out")
+    if options.disable and decision.dense is not None:
+        raise UsageError(
+            f"--disable {','.join(options.disable)}: FFNs come from disk in one stream, which has no such "
+            "part; leave it out"
+        )
     return decision, None

@@ -24,7 +24,7 @@ from thermocline.plan.disk.disk_split import (
     buffer_bytes,
     resident,
 )
-from thermocline.session import embedding_rows, expert_store, weights
+from thermocline.session import dense_store, embedding_rows, expert_store, weights
 from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
     from thermocline.pack.stored_model import Progress, StoredModel
+    from thermocline.plan.disk.dense_split import DenseSplit
     from thermocline.plan.disk.expert_split import ExpertSplit
 
 
@@ -57,7 +58,7 @@ class Store:
 
 
 class OnDisk(Protocol):
-    """Neurons or experts that take turns in memory."""
+    """Weights of FFNs that are read when a token needs them."""
 
     @property
     def how(self) -> str: ...
@@ -74,6 +75,13 @@ def load_experts(
 ) -> tuple[LoadedWeights[CpuOps], OnDisk]:
     """Do as `load`, with whole experts in place of neurons."""
     return expert_store.load(model, s, threads=threads, switches=switches_of(disable), progress=progress)
+
+
+def load_rows(
+    model: StoredModel, s: DenseSplit, *, threads: int, progress: Progress | None = None
+) -> tuple[LoadedWeights[CpuOps], OnDisk]:
+    """Do as `load`, with rows of FFNs that come in a stream."""
+    return dense_store.load(model, s, threads=threads, progress=progress)
 
 
 # ---- places in the arena
@@ -137,7 +145,7 @@ class Opened:
     """A session's weights, as there was room for them."""
 
     loaded: LoadedWeights[OpaqueOps]
-    store: OnDisk | None = None  # where neurons or experts come from disk
+    store: OnDisk | None = None  # where a part of the FFNs comes from disk
     storage: Storage = in_ram  # of keys and values
 
 

@@ -59,10 +59,17 @@ def run_as(path: Path) -> dict[str, Any]:
     try:
         found = open_gguf(path)
     except ThermoclineError as e:
-        return {"in_place": None, "why_packed": str(e), "experts": None, "tables": []}
+        return {"in_place": None, "why_packed": str(e), **left_on_disk(None)}
     if isinstance(found, str):
-        return {"in_place": False, "why_packed": found, "experts": None, "tables": []}
-    return {"in_place": True, "why_packed": None, "experts": experts_of(found), "tables": left_on_disk(found)}
+        return {"in_place": False, "why_packed": found, **left_on_disk(None)}
+    return {"in_place": True, "why_packed": None, **left_on_disk(found)}
+
+
+def left_on_disk(model: StoredModel | None) -> dict[str, Any]:
+    """Return what of a model can be left on disk. None: one that does not run from these files."""
+    if model is None:
+        return {"experts": None, "streamed": None, "tables": []}
+    return {"experts": experts_of(model), "streamed": streamed_of(model), "tables": tables_of_rows(model)}
 
 
 def experts_of(model: StoredModel) -> dict[str, int] | None:
@@ -77,7 +84,18 @@ def experts_of(model: StoredModel) -> dict[str, int] | None:
     return {"layers": len(m.records), "each": model.spec.n_experts, "expert_bytes": largest, "bytes": m.bytes}
 
 
-def left_on_disk(model: StoredModel) -> list[str]:
+def streamed_of(model: StoredModel) -> dict[str, int] | None:
+    """Return the FFNs whose rows can be left on disk; None where there are none."""
+    from thermocline.plan.disk.dense_split import Dense
+    from thermocline.plan.memory import reads_from_disk
+
+    if reads_from_disk(model.spec) != "rows":
+        return None
+    d = Dense(model.spec, model.tensors)
+    return {"layers": len(d.layers), "bytes": sum(p.left_bytes(0) for p in d.phases)}
+
+
+def tables_of_rows(model: StoredModel) -> list[str]:
     """Return the tables of which a session reads rows from disk, however much memory there is."""
     from thermocline.plan.contents import tables_of
 
@@ -89,8 +107,7 @@ def prepared(pack: Pack) -> dict[str, Any]:
     return {
         "profile": _profiled(pack),
         "predictors": _trained(pack),
-        "experts": experts_of(pack),
-        "tables": left_on_disk(pack),
+        **left_on_disk(pack),
     }
 
 
@@ -130,6 +147,7 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", size(sum(about["files"].values()))),
         ("per token", f"{about['bytes_per_token_dense'] / 1e6:,.2f} MB, dense"),
         *_expert_rows(about.get("experts")),
+        *_streamed_rows(about.get("streamed")),
         ("", ""),
     ]
     parts = about["parts"].items()
@@ -162,6 +180,12 @@ def _expert_rows(e: dict[str, int] | None) -> list[tuple[str, str]]:
     return [("experts", f"{each}: {size(e['bytes'])} that may stay on disk")]
 
 
+def _streamed_rows(s: dict[str, int] | None) -> list[tuple[str, str]]:
+    return (
+        [] if s is None else [("FFNs", f"in {s['layers']} layers: {size(s['bytes'])} that may stay on disk")]
+    )
+
+
 def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
     if p is None:
         return []
@@ -191,6 +215,7 @@ def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("predictors", f"{about['predictors']} layers, threshold {_plain(about['sparse_threshold'])}"),
         ("runs", _runs(about)),
         *_expert_rows(about["experts"]),
+        *_streamed_rows(about["streamed"]),
         *_table_rows(about),
         ("", ""),
     ]

@@ -320,6 +320,18 @@ def looked_up(spec: ModelSpec, tensors: Collection[str]) -> list[str]:
     return [n for n in TABLES if n in tensors and n not in left]
 
 
+def resident_parts(
+    others: Mapping[str, int], spec: ModelSpec, tensors: Mapping[str, TensorInfo], names: Sequence[str]
+) -> dict[str, int]:
+    """Part -> bytes of `others`, of the tensors that are in memory whole, and of a row of each table."""
+    parts = dict(others)
+    sizes = [(n, aligned(tensors[n].bytes)) for n in names]
+    sizes += [(n, lookup_bytes(tensors[n].stride)) for n in looked_up(spec, tensors)]
+    for name, nbytes in sizes:
+        parts[part_of(name)] = parts.get(part_of(name), 0) + nbytes
+    return parts
+
+
 def tables_left(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
     """Part -> bytes of tables that are not in memory at a time."""
     tables = [tensors[name] for name in looked_up(spec, tensors)]

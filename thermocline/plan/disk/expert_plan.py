@@ -22,9 +22,7 @@ NOTHING = Fetch(0.0, 0.0, 0.0)
 
 def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    others = {"keys and values": sum(map(p.kv_layer_bytes, range(p.spec.n_layers)))}
-    others |= {k: n for k, n in p.fixed_ram(disk=False).items() if k != "embedding"}
-    s = divide(Mixture(p.spec, tensors, routing), p.ram, others)
+    s = divide(Mixture(p.spec, tensors, routing), p.ram, p.others())
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(

@@ -13,12 +13,12 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.errors import OutOfBudget
-from thermocline.model.sizes import aligned, lookup_bytes
+from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
 from thermocline.ops.interface import CPU
 from thermocline.plan.disk.cache_split import OPERATION_BYTES
-from thermocline.plan.disk.disk_split import looked_up, part_of, resident, tables_left
+from thermocline.plan.disk.disk_split import looked_up, resident, resident_parts, tables_left
 from thermocline.plan.disk.expert_hits import WAVES, OwnRouting, published
 from thermocline.plan.memory import gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
@@ -234,19 +234,12 @@ def _slot_bytes(r: Record) -> int:
 
 def _fixed(m: Mixture, others: Mapping[str, int]) -> dict[str, int]:
     """Part -> bytes of all but the slots that layers keep."""
-    parts: dict[str, int] = dict(others)
-
-    def add(part: str, nbytes: int) -> None:
-        parts[part] = parts.get(part, 0) + nbytes
-
-    for name in m.resident:
-        add(part_of(name), aligned(m.tensors[name].bytes))
-    for name in looked_up(m.spec, m.tensors):
-        add(part_of(name), lookup_bytes(m.tensors[name].stride))
+    parts = resident_parts(others, m.spec, m.tensors, m.resident)
     passing = sum(m.passing * stride + ALIGN for stride in m.strides)
     tables = _native.limits().record_table_bytes * len(m.records)
     tables += RUN_TABLE_BYTES * sum(len(r.slabs) for r in m.records.values())
-    add("disk buffers", m.depth * m.piece_bytes + passing + m.arranging_bytes + m.spec.n_experts * tables)
+    buffers = m.depth * m.piece_bytes + passing + m.arranging_bytes + m.spec.n_experts * tables
+    parts["disk buffers"] = parts.get("disk buffers", 0) + buffers
     return parts
 
 
