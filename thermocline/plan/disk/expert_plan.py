@@ -18,6 +18,7 @@ from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
 NOTHING = Fetch(0.0, 0.0, 0.0)
+ARRANGE_NS = 0.34  # of a thread, for a byte from disk: to read it, its checksum, its place
 
 
 def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
@@ -62,9 +63,10 @@ def miss_chances(p: Problem, s: ExpertSplit, layer: int, work: Work) -> F64:
 
 
 def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -> float:
-    """Return how long a layer is expected to wait: its reads run beside the experts that are there.
+    """Return by how much a layer is expected to take longer: its reads run beside the experts that are there.
 
-    Some steps miss several and wait, where the mean of all would not.
+    Some steps miss several and wait, where the mean of all would not. What has come is checked and arranged
+    by all threads: beside the disk, but for the last expert, whose pieces come together.
     """
     disk, n = p.tiers.disk, p.spec.n_experts * work.routed
     assert disk is not None
@@ -72,8 +74,10 @@ def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -
     latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
     chances = miss_chances(p, s, layer, work)
     k = np.arange(1, len(chances))
+    arrange = s.mixture.records[layer].bytes * ARRANGE_NS / 1e3 / p.tiers.cpu.threads
     beside = ffn_us * np.maximum(0.0, 1 - k / n)
-    return float(chances[1:] @ np.maximum(0.0, latency + k * each - beside))
+    longer = np.maximum((k - 1) * arrange, latency + k * each - beside) + arrange
+    return float(chances[1:] @ longer)
 
 
 def prediction(p: Problem, s: ExpertSplit, work: Work) -> Prediction:
