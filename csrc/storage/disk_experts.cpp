@@ -180,7 +180,7 @@ void ExpertReads::end_wave() {
 // ---- work
 bool ExpertReads::take(size_t* task, size_t* begin, size_t* end, int thread) {
     for (std::unique_lock<std::mutex> held(lock_); !failed();) {
-        if (under_way_) look(false, held);
+        if (under_way_ && !taking_) look(false, held);
         if (!arrived_.empty()) {  // first: the disk waits for the buffer
             put_away(held, thread);
             continue;
@@ -203,12 +203,13 @@ bool ExpertReads::take(size_t* task, size_t* begin, size_t* end, int thread) {
 void ExpertReads::help(int thread) {
     std::unique_lock<std::mutex> held(lock_, std::try_to_lock);
     if (!held || failed()) return;
-    if (under_way_) look(false, held);
+    if (under_way_ && !taking_) look(false, held);
     if (!arrived_.empty()) put_away(held, thread);
 }
 
-// Sleeps until something has changed. One thread at a time sleeps in the reader, since a second one would
-// sleep for reads that the first has taken; the others wait for that thread. Each wakes after 100 ms at most.
+// Sleeps until something has changed. One thread at a time sleeps in the reader, and nobody takes reads
+// beside it: it would sleep for what another has taken, 100 ms where that was the last one. The others wait
+// for that thread.
 void ExpertReads::wait(std::unique_lock<std::mutex>& held, int thread) {
     const auto now = std::chrono::steady_clock::now();
     if (thread == 0 && interrupted_ && now - asked_ > kAsk) {
