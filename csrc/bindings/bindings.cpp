@@ -901,7 +901,7 @@ NB_MODULE(_native, m) {
         .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
         .def_prop_ro("experts", [](const Mixture& m) { return m.layer.experts.size(); })
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
-        .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
+        .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.disk || m.layer.experts[0]->disk; });
     nb::class_<Step>(m, "Step").def(
         nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(),
         "block"_a, "window"_a, "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),

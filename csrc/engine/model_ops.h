@@ -331,6 +331,7 @@ class Context {
     // stream before attention; a.x and a.record are not used. Results do not depend on it, time does.
     void read_ahead(const FFNArgs& a);
     void read_ahead(const MixtureArgs& a);
+    void read_experts_ahead(const MixtureArgs& a);
     size_t scratch_bytes() const;  // that calls have taken so far
     struct Walk;                   // one call of an FFN in bundles
 

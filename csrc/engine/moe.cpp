@@ -2,10 +2,13 @@
 //
 // A token's bits depend on nothing but the token: its logits are a row of a matmul, an expert computes each
 // token by itself, and what its experts give is added up in ascending order of experts.
+#include <math.h>
+
 #include <algorithm>
 
-#include "storage/disk_walk.h"
 #include "model_ops.h"
+#include "storage/disk_experts.h"
+#include "storage/disk_walk.h"
 #include "work.h"
 
 namespace tc {
@@ -126,8 +129,26 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, co
     return c;
 }
 
+// The experts that the router picks for what comes before attention: a guess, but where that is what it is
+// given. The likeliest come first: those with most weight.
+void Context::read_experts_ahead(const MixtureArgs& a) {
+    const size_t experts = a.mixture.experts.size();
+    const float *h, *weights = shares(a, &h);
+    std::vector<float> sums(experts);
+    std::vector<int32_t> likely;
+    for (size_t e = 0; e < experts; e++) {
+        for (size_t t = 0; t < a.tokens; t++) sums[e] += fabsf(weights[t * experts + e]);
+        if (sums[e] > 0) likely.push_back(int32_t(e));
+    }
+    std::stable_sort(likely.begin(), likely.end(),
+                     [&](int32_t x, int32_t y) { return sums[size_t(x)] > sums[size_t(y)]; });
+    a.mixture.disk->read_ahead(likely);
+}
+
 void Context::read_ahead(const MixtureArgs& a) {
     const Mixture& m = a.mixture;
+    if (m.disk && a.tokens <= kFewTokens && !m.disk->disabled(DiskRows::NO_PIPELINE))
+        return read_experts_ahead(a);
     if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
     const float *h, *weights = shares(a, &h);
     const std::shared_ptr<Fetches> reads =

@@ -25,6 +25,11 @@ bool ExpertFiles::changed(unsigned file) const {
     return !(reader.state(file) == files[file].state) || reader.changed(file);
 }
 
+void ExpertFiles::drop_early(unsigned buffer) {
+    const auto its = [buffer](const Early& e) { return e.buffer == buffer; };
+    early.erase(std::remove_if(early.begin(), early.end(), its), early.end());
+}
+
 // ---- a layer
 static std::vector<RowRun> flat(const std::vector<std::vector<RowRun>>& runs) {
     std::vector<RowRun> all;
@@ -69,6 +74,58 @@ void DiskExperts::load(int threads, Interrupted interrupted) {
     reads.end_wave();
 }
 
+// A piece in whole blocks of the alignment.
+ReadRequest DiskExperts::request(size_t expert, size_t piece, unsigned buffer) const {
+    const uint64_t align = files.reader.alignment();
+    const Piece& p = pieces[piece];
+    const RowRun& r = run(expert, p.slab);
+    const uint64_t at = r.at + p.first * r.row_bytes(), begin = at / align * align,
+                   end = at + p.n * r.row_bytes();
+    return {begin,
+            uint32_t((end + align - 1) / align * align - begin),
+            files.reader.buffer(buffer),
+            buffer,
+            r.file,
+            uint32_t(end - begin)};
+}
+
+// Whether a guess is more often right than wrong, or it is time to look whether it is now.
+bool DiskExperts::guesses_well() {
+    if (guessed_) right_ += (float(stats.early_used - used_) / float(guessed_) - right_) / 4;
+    guessed_ = 0, used_ = stats.early_used;
+    return right_ >= 0.5f || ++not_asked_ % 16 == 0;
+}
+
+void DiskExperts::read_ahead(const std::vector<int32_t>& likely) {
+    Reader& reader = files.reader;
+    if (reader.forked() || reader.left_behind) return;
+    std::vector<ExpertFiles::Early>& early = files.early;
+    ReadDone done[64];
+    for (size_t n; !early.empty() && (n = reader.take(done, 64, false));)
+        for (size_t i = 0; i < n; i++) files.drop_early(unsigned(done[i].tag));
+    if (!early.empty() || !guesses_well()) return;
+    std::vector<ReadRequest> reads;
+    uint64_t bytes = 0;
+    size_t experts = 0;
+    const size_t most = reader.depth() / 2;
+    for (size_t i = 0; i < likely.size() && reads.size() < most; i++) {
+        if (slot_of(likely[i]) >= 0) continue;
+        experts++;
+        for (size_t p = 0; p < pieces.size() && reads.size() < most; p++) {
+            reads.push_back(request(size_t(likely[i]), p, unsigned(reads.size())));
+            const ReadRequest& r = reads.back();
+            early.push_back({r.file, unsigned(r.tag), r.offset, r.bytes, false, 0});
+            bytes += r.bytes;
+        }
+    }
+    if (reads.empty()) return;
+    if (!reader.submit(reads.data(), reads.size())) {
+        early.clear();
+        return;
+    }
+    stats.early += guessed_ = experts, stats.reads += reads.size(), stats.bytes += bytes;
+}
+
 // ---- a call
 ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t steps, size_t most,
                          int threads, Interrupted interrupted)
@@ -81,7 +138,7 @@ ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t s
       bytes_before_(experts.stats.bytes),
       many_(steps > 1),
       reads_(reader_.depth()) {
-    take_left_behind();
+    take_buffers();
     rows_.begin(steps, rows_.disabled(DiskRows::NO_CACHE));
     // Of a few tokens all that is needed and in memory stays: no expert makes room for another of the same
     // call. A prompt, which may need all experts, leaves those that it used most, at the price of as many
@@ -103,7 +160,7 @@ ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted
       bytes_before_(experts.stats.bytes),
       loads_(true),
       reads_(reader_.depth()) {
-    take_left_behind();
+    take_buffers();
     for (const Wanted& w : wanted) {
         tasks_.push_back({w.neuron, 0, 0, 1, 0, w.slot, w.entry});
         request(tasks_.size() - 1);
@@ -111,24 +168,38 @@ ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted
     pinned_ = tasks_.size();
 }
 
-// Reads in flight after a failure are awaited, but not where somebody wants the call to end.
+// Reads in flight after a failure are awaited, but not where somebody wants the call to end. Those that
+// nobody asked for are not awaited.
 ExpertReads::~ExpertReads() {
+    std::vector<ExpertFiles::Early>& early = rows_.files.early;
+    early.erase(std::remove_if(early.begin(), early.end(), [](const auto& e) { return e.come; }),
+                early.end());
     const bool given_up = failed() && error_.error == ECANCELED;
-    for (ReadDone done[64]; under_way_ && !given_up && !reader_.forked();) {
-        under_way_ -= reader_.take(done, 64, true);
-        if (under_way_ && interrupted_ && interrupted_()) break;
+    for (ReadDone done[64]; under_way_ > early.size() && !given_up && !reader_.forked();) {
+        const size_t n = reader_.take(done, 64, true);
+        under_way_ -= n;
+        for (size_t i = 0; i < n; i++) rows_.files.drop_early(unsigned(done[i].tag));
+        if (under_way_ > early.size() && interrupted_ && interrupted_()) break;
     }
-    reader_.left_behind += under_way_;
+    if (under_way_ > early.size()) {
+        reader_.left_behind += under_way_;
+        early.clear();
+    }
     rows_.settle();
     if (many_) rows_.stats.streamed += rows_.stats.bytes - bytes_before_;
 }
 
-// An earlier call may have ended while its reads were under way: they fill the buffers.
-void ExpertReads::take_left_behind() {
+// An earlier call may have ended while its reads were under way: they fill the buffers. Reads ahead have
+// theirs.
+void ExpertReads::take_buffers() {
     if (reader_.forked()) throw std::runtime_error(kForked);
     std::vector<uint8_t>& scratch = rows_.files.scratch;
     scratch.resize(std::max(scratch.size(), threads_ * rows_.scratch_bytes));
-    for (unsigned i = reader_.depth(); i-- > 0;) buffers_.push_back(i);
+    const std::vector<ExpertFiles::Early>& early = rows_.files.early;
+    for (unsigned i = reader_.depth(); i-- > 0;)
+        if (std::none_of(early.begin(), early.end(), [i](const auto& e) { return e.buffer == i; }))
+            buffers_.push_back(i);
+    under_way_ = early.size();
     for (ReadDone done[64]; reader_.left_behind;) {
         reader_.left_behind -= reader_.take(done, 64, true);
         if (reader_.left_behind && interrupted_ && interrupted_()) throw DiskError(ECANCELED, "", -1);
@@ -220,7 +291,9 @@ void ExpertReads::wait(std::unique_lock<std::mutex>& held, int thread) {
         if (enough) give_up();
         return;  // what is waited for may have come, and been announced, while the lock was free
     }
-    const bool reading = under_way_;
+    const std::vector<ExpertFiles::Early>& early = rows_.files.early;
+    const bool reading =
+        under_way_ > size_t(std::count_if(early.begin(), early.end(), [](const auto& e) { return !e.come; }));
     if (reading && !taking_) {
         look(true, held);
         changed_.notify_all();
@@ -236,34 +309,65 @@ void ExpertReads::wait(std::unique_lock<std::mutex>& held, int thread) {
 
 // Begins as many reads as there are buffers for, without the lock: each may take the system 30 microseconds.
 void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
-    const uint64_t align = reader_.alignment();
     ReadRequest requests[16];
     while (!failed()) {
         size_t n = 0;
-        for (; n < 16 && !queue_.empty() && !buffers_.empty(); n++) {
+        while (n < 16 && !queue_.empty() && !buffers_.empty()) {
             Pending& next = queue_.front();
-            const size_t e = size_t(tasks_[next.task].expert);
-            const DiskExperts::Piece& p = rows_.pieces[next.piece];
-            const RowRun& run = rows_.run(e, p.slab);
-            const uint64_t at = run.at + p.first * run.row_bytes(), begin = at / align * align;
-            const size_t bytes = p.n * run.row_bytes();
-            const uint64_t end = (at + bytes + align - 1) / align * align;
             const unsigned buffer = buffers_.back();
-            buffers_.pop_back();
-            reads_[buffer] = {next.task, next.piece, at,
-                              bytes,     begin,      rows_.known[e * rows_.pieces.size() + next.piece] != 0};
-            requests[n] = {begin,    uint32_t(end - begin),       reader_.buffer(buffer), buffer,
-                           run.file, uint32_t(at + bytes - begin)};
-            rows_.stats.bytes += end - begin;
+            requests[n] = rows_.request(size_t(tasks_[next.task].expert), next.piece, buffer);
+            if (!find_early(next, requests[n])) {
+                buffers_.pop_back();
+                reads_[buffer] = {next.task, next.piece};
+                rows_.stats.bytes += requests[n++].bytes;
+            }
+            if (failed()) return;
             if (++next.piece == rows_.pieces.size()) queue_.pop_front();
         }
-        if (!n) return;
+        if (!n) return drop_early();
         rows_.stats.reads += n, under_way_ += n;
         held.unlock();
         const bool begun = reader_.submit(requests, n);
         held.lock();
         if (!begun) under_way_ -= n, fail(EBUSY, &reads_[requests[0].tag]);
     }
+}
+
+// Whether a piece was read ahead. Then it has arrived, or is under way as if it were asked for now.
+bool ExpertReads::find_early(const Pending& next, const ReadRequest& read) {
+    std::vector<ExpertFiles::Early>& early = rows_.files.early;
+    const auto e = std::find_if(early.begin(), early.end(), [&](const auto& x) {
+        return x.offset == read.offset && x.bytes == read.bytes && x.file == read.file;
+    });
+    if (e == early.end()) return false;
+    const ExpertFiles::Early found = *e;
+    early.erase(e);
+    reads_[found.buffer] = {next.task, next.piece};
+    rows_.stats.early_used += next.piece == 0;
+    if (!found.come) return true;
+    if (found.error)
+        fail(found.error, &reads_[found.buffer]);
+    else
+        arrived_.push_back(found.buffer);
+    return true;
+}
+
+// Nobody is told of an error: this may never be asked for.
+void ExpertReads::come_early(const ReadDone& done) {
+    for (ExpertFiles::Early& e : rows_.files.early)
+        if (e.buffer == done.tag) e.come = true, e.error = done.error;
+}
+
+// Gives back the buffers of what has been read ahead and is not needed, once that is known.
+void ExpertReads::drop_early() {
+    if (pinned_ < tasks_.size() || !queue_.empty()) return;
+    std::vector<ExpertFiles::Early>& early = rows_.files.early;
+    early.erase(std::remove_if(early.begin(), early.end(),
+                               [this](const auto& e) {
+                                   if (e.come) buffers_.push_back(e.buffer);
+                                   return e.come;
+                               }),
+                early.end());
 }
 
 // Takes the reads that are done; with `wait`, sleeps for one, 100 ms at most.
@@ -286,11 +390,14 @@ void ExpertReads::accept(const ReadDone* done, size_t n) {
     under_way_ -= n;
     for (size_t i = 0; i < n; i++) {
         const unsigned buffer = unsigned(done[i].tag);
-        if (done[i].error)
+        if (reads_[buffer].task == kNobody)
+            come_early(done[i]);
+        else if (done[i].error)
             fail(done[i].error, &reads_[buffer]);
         else
             arrived_.push_back(buffer);
     }
+    drop_early();
     if (n > 1) changed_.notify_all();
 }
 
@@ -299,11 +406,11 @@ int ExpertReads::put(const Read& r, const uint8_t* buffer, int thread) {
     const Task& t = tasks_[r.task];
     const DiskExperts::Piece& p = rows_.pieces[r.piece];
     const size_t number = size_t(t.expert) * rows_.pieces.size() + r.piece;
-    const uint8_t* from = buffer + (r.at - r.begin);
-    const uint32_t crc = crc32c(from, r.bytes, 0);
-    if (r.was_known && crc != rows_.crc[number]) return INT32_MAX;  // no errno
-    rows_.crc[number] = crc;
     const RowRun& run = rows_.run(size_t(t.expert), p.slab);
+    const uint8_t* from = buffer + (run.at + p.first * run.row_bytes()) % reader_.alignment();
+    const uint32_t crc = crc32c(from, p.n * run.row_bytes(), 0);
+    if (rows_.known[number] && crc != rows_.crc[number]) return INT32_MAX;  // no errno
+    rows_.crc[number] = crc;
     const size_t end = p.first + p.n;
     uint8_t* const scratch = rows_.files.scratch.data() + size_t(thread) * rows_.scratch_bytes;
     return put_rows(run, rows_.pool().at(t.slot), p.first, p.n, from, scratch) == end ? 0 : kNotFinite;

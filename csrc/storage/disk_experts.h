@@ -31,6 +31,18 @@ struct ExpertFiles {
     const std::vector<SourceFile> files;
     Reader reader;
     std::vector<uint8_t> scratch;  // of the call there is
+
+    // Bytes that were asked for before a call that may need them, and that lie in a buffer as they were read
+    // until it does. A call drops what it does not need; what is under way then keeps its buffer meanwhile.
+    struct Early {
+        unsigned file, buffer;
+        uint64_t offset;
+        uint32_t bytes;
+        bool come;
+        int error;  // of ReadDone
+    };
+    std::vector<Early> early;
+    void drop_early(unsigned buffer);
 };
 
 // The experts of one layer, and which of them are in memory. The pool and the files outlive it.
@@ -45,6 +57,12 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     // Reads the first experts, into all slots, with so many threads. Before any call. DiskError.
     void load(int threads, Interrupted interrupted = nullptr);
     bool disabled(DiskRows::Disabled what) const { return disabled_ & what; }
+    // Before a call that may need these experts, the likeliest first: begins to read those that are not in
+    // memory, into half of the buffers at most. Not where the disk has something to do. Their slots are found
+    // when the call comes, so that a wrong guess moves no expert. A layer that is guessed badly is seldom
+    // guessed.
+    void read_ahead(const std::vector<int32_t>& likely);
+    ReadRequest request(size_t expert, size_t piece, unsigned buffer) const;
 
     // Rows [first, first + n) of slab `slab`.
     struct Piece {
@@ -62,8 +80,14 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     std::vector<uint8_t> known;
 
  private:
+    bool guesses_well();
+
     const std::vector<RowRun> runs_;  // [experts, slabs]
     const int disabled_;
+    float right_ = 1;         // the share of experts read ahead that were needed, of late
+    uint64_t guessed_ = 0;    // experts that the last guess began to read
+    uint64_t used_ = 0;       // stats.early_used before it
+    unsigned not_asked_ = 0;  // guesses that would have been wrong too often
 };
 
 // The experts that one call needs, in waves of as many as there are slots for, and who works on which.
@@ -107,18 +131,18 @@ class ExpertReads {
     void help(int thread);
 
  private:
+    static constexpr size_t kNobody = SIZE_MAX;  // the task of a read that no task has asked for yet
     struct Read {
-        size_t task, piece;
-        uint64_t at;     // of its first byte in the file
-        size_t bytes;    // that are wanted
-        uint64_t begin;  // where the buffer begins
-        bool was_known;
+        size_t task = kNobody, piece = 0;
     };
     struct Pending {
         size_t task, piece;
     };
     void request(size_t task);
     void submit(std::unique_lock<std::mutex>& held);
+    bool find_early(const Pending& next, const ReadRequest& read);
+    void come_early(const ReadDone& done);
+    void drop_early();
     void look(bool wait, std::unique_lock<std::mutex>& held);
     void accept(const ReadDone* done, size_t n);
     int put(const Read& r, const uint8_t* buffer, int thread);
@@ -127,7 +151,7 @@ class ExpertReads {
     void fail(int error, const Read* r);
     void give_up();
     void pin_wave();
-    void take_left_behind();
+    void take_buffers();
     bool changed(size_t expert) const;
 
     DiskExperts& rows_;

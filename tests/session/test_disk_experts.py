@@ -132,6 +132,10 @@ class Bound:
     rows: _native.DiskExperts | None = None
     kept: list[Any] = field(default_factory=list)
 
+    def guess(self, h: F32) -> None:
+        """Read ahead for what the router picks for `h`."""
+        self.context.read_ahead(h, self.mixture, SPARSITIES["exact"])
+
     def run(self, h: F32, record: bool = False) -> bytes:
         x = np.ones_like(h)
         neurons = np.zeros((len(h), self.mixture.neurons), np.float32) if record else None
@@ -357,6 +361,53 @@ def test_layers_share_the_slots_that_are_the_calls(tmp_path: Path) -> None:
             assert layer.run(h) == wanted.run(h)
 
 
+# ---- what is read ahead
+
+
+@pytest.mark.parametrize("method", ["threads", "io_uring"])
+@pytest.mark.parametrize("disable", [0, _native.NO_CACHE, _native.NO_PIPELINE])
+@pytest.mark.parametrize(("quota", "passing"), [(0, 1), (3, 2), (6, 6)])
+def test_no_guess_changes_a_bit_or_an_expert(
+    tmp_path: Path, quota: int, passing: int, disable: int, method: str
+) -> None:
+    """Guesses that are right, wrong, and for a call of many tokens that comes in place of theirs."""
+    m = model(tmp_path, shared=True)
+    memory = in_memory(m)
+    plain, ahead = (on_disk(m, quota, passing, disable=disable, method=method) for _ in range(2))
+    others = list(calls(m.dim, seed=1))
+    for i, h in enumerate(calls(m.dim)):
+        ahead.guess(h if i % 2 else others[i])
+        if i % 3 == 0:
+            ahead.guess(others[i])
+        assert ahead.run(h) == plain.run(h) == memory.run(h), i
+    found, wanted = ahead.stats(), plain.stats()
+    assert (found["needed"], found["missed"]) == (wanted["needed"], wanted["missed"])
+    assert (found["early"] > 0) == (disable != _native.NO_PIPELINE)
+    if disable == _native.NO_CACHE:
+        assert 0 < found["early_used"] <= found["early"]
+
+
+def test_a_right_guess_reads_nothing_twice(tmp_path: Path) -> None:
+    m = model(tmp_path, neurons=32)
+    disk, plain = on_disk(m, 0), on_disk(m, 0)
+    for h in calls(m.dim, (1,) * 8):
+        disk.guess(h)
+        assert disk.run(h) == plain.run(h)
+    found, wanted = disk.stats(), plain.stats()
+    assert (found["reads"], found["bytes"]) == (wanted["reads"], wanted["bytes"])
+    assert found["early_used"] == found["early"] > 0
+
+
+def test_a_layer_that_is_guessed_badly_is_seldom_guessed(tmp_path: Path) -> None:
+    m = model(tmp_path)
+    disk = on_disk(m, 4)
+    for h in calls(m.dim, (1,) * 60):
+        disk.guess(-h)  # what the router likes least
+        disk.run(h)
+    assert disk.stats()["early_used"] == 0
+    assert 0 < disk.stats()["early"] < 60
+
+
 # ---- what is kept, and what is counted
 
 
@@ -464,6 +515,21 @@ def test_other_bytes_than_at_first_are_told_and_the_cache_lives_on(tmp_path: Pat
     assert disk.run(h) == wanted
 
 
+def test_wrong_bytes_that_were_read_ahead_are_told_if_they_are_needed(tmp_path: Path) -> None:
+    m = model(tmp_path, neurons=32)
+    memory, disk = in_memory(m), on_disk(m, 0, 6)
+    (h,) = calls(m.dim, (1,))
+    for each in (h, -h):
+        assert disk.run(each) == memory.run(each)
+    damaged(m, 2, chosen(m, h)[0], 1000, b"\x55\xaa\x00\x01")
+    disk.guess(h)
+    assert disk.run(-h) == memory.run(-h)
+    disk.guess(h)
+    assert "checksum mismatch" in str(failed(disk, h))
+    disk.guess(h)
+    assert disk.run(-h) == memory.run(-h)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_scale_that_is_no_number_is_told(tmp_path: Path, packed: bool) -> None:
     m = model(tmp_path, packed=packed)
@@ -531,11 +597,18 @@ inputs = list(calls(m.dim, (1, 9, 1, 2)))
 wanted = [memory.run(h) for h in inputs]
 disk = on_disk(m, 2, 2, method=method)
 errors = 0
+def run():
+    found = []
+    for h, guessed in zip(inputs, (inputs[0], None, inputs[0], inputs[3]), strict=True):
+        if guessed is not None:
+            disk.guess(guessed)
+        found.append(disk.run(h))
+    return found
 each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
 for how in (b"short", b"interrupted", b"busy", *each):
     bad(how)
     try:
-        assert [disk.run(h) for h in inputs] == wanted, how
+        assert run() == wanted, how
     except _native.DiskError as e:
         errors += 1
         assert how[:3] in (b"eio", b"end"), (how, e)
@@ -543,7 +616,8 @@ for how in (b"short", b"interrupted", b"busy", *each):
         assert error == (5 if how[:3] == b"eio" else -1) and rest == [-1, False], (how, e)
         assert str(m.files[0])[:-6] in name and "_exps.weight, expert " in name, name
     bad(b"none")
-    assert [disk.run(h) for h in inputs] == wanted, how
+    assert run() == wanted, how
+assert disk.stats()["early"] > disk.stats()["early_used"] > 0
 print(errors)
 """
 
@@ -602,6 +676,7 @@ for h in calls(m.dim, (1, 9)):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     try:
+        disk.guess(h[:1])
         disk.run(h)
         raise AssertionError("not stopped")
     except KeyboardInterrupt:
