@@ -451,6 +451,13 @@ def test_pickles_are_refused_with_a_way_to_convert_them(name: str, tmp_path: Pat
     assert "save_file" in str(caught.value) and name in str(caught.value) and not canary.exists()
 
 
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path: Path) -> None:
+    path, header = tmp_path / "m.safetensors", b'{"__metadata__":{"a":"b"}}'.ljust(0x380)
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert path.read_bytes()[:2] == b"\x80\x03"
+    assert st.SafeTensors(path).metadata == {"a": "b"}
+
+
 @pytest.mark.oracle
 def test_the_way_to_convert_a_pickle_works(tmp_path: Path) -> None:
     import subprocess

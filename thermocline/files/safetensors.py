@@ -81,12 +81,13 @@ _NEXT = re.compile(rb"\s*+([,}])")
 
 def header_size(first: bytes, file_size: int, name: str) -> int:
     """Return the bytes of JSON that follow the 8-byte length, from the first bytes of a file."""
-    what = foreign(first)
+    n = int.from_bytes(first[:8], "little")
+    ours = first[8:9] == b"{" and n <= MAX_HEADER_BYTES  # 896 is 80 03, as a pickle begins
+    what = None if ours else foreign(first)
     if what is not None:
         raise BadFile(f"{name}: this is {what}")
     if file_size < 8 or len(first) < 8:
         raise BadFile(f"{name}: {file_size} bytes is too short for a safetensors file")
-    n = int.from_bytes(first[:8], "little")
     if n > MAX_HEADER_BYTES:
         raise BadFile(
             f"{name}: claims a header of {n} bytes (at most {MAX_HEADER_BYTES}); not a safetensors file?"
