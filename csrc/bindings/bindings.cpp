@@ -315,11 +315,13 @@ static void check_slots(const tc::Mixture& m, const tc::DiskExperts& disk) {
     const tc::SlotPool& pool = disk.pool();
     check(disk.neurons == m.experts.size(), "the experts on disk are others");
     for (const tc::FFN* f : m.experts) {
-        check(!f->bundles, "only plain matrices of experts can be on disk");
-        for (const Matrix* w : {&f->gate.weight, &f->up, &f->down})
-            check(!w->data || (w->data >= pool.data && w->rows * w->stride <= pool.stride &&
-                               size_t(w->data - pool.data) <= pool.stride - w->rows * w->stride),
+        for (const Matrix* w : {&f->gate.weight, &f->up, &f->down}) {
+            if (!w->data) continue;
+            const size_t bytes = (w->rows - 1) * w->stride + tc::row_bytes(w->format, w->cols);
+            check(w->data >= pool.data && bytes <= pool.stride &&
+                      size_t(w->data - pool.data) <= pool.stride - bytes,
                   "experts are not over the pool's first slot");
+        }
     }
 }
 

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <deque>
 
 namespace tc {
 
@@ -275,8 +274,7 @@ FFNCounts Context::Walk::totals() const {
 
 // ---- through memory
 
-// Chunks [first, last) do everything, so that each row in them knows what memory to ask for next.
-static void add_chunks(Context::Walk& w, size_t first, size_t last, int thread) {
+void add_chunks(Context::Walk& w, size_t first, size_t last, int thread) {
     size_t listed = w.needed_neurons(first, last, thread), ups = w.a.ffn.up.data ? listed : 0;
     size_t at = first * kChunk;
     // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of
@@ -344,59 +342,6 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     else
         pool.run(many);
     return w.totals();
-}
-
-// ---- a token's experts
-
-// Whether a call's experts can share a region: a token's, in memory, that no predictor is asked about.
-bool Context::shares_region(const MixtureArgs& a, const float* weights) const {
-    const std::vector<const FFN*>& experts = a.mixture.experts;
-    const FFN& f = *experts[0];
-    if (a.tokens != 1 || a.record || !f.bundles || f.disk || f.sub_norm.weight) return false;
-    if (a.sparsity == PREDICT && f.predictor.second.data) return false;
-    size_t chosen = 0;
-    for (size_t e = 0; e < experts.size(); e++) chosen += weights[e] != 0;
-    return chosen > 1 && chosen <= std::min(a.mixture.active, kPassTokens);
-}
-
-// sum += a token's experts, by their shares, in ascending order. Their chunks are one list, of which threads
-// take some as they come; then each adds up columns of what all of them give. The same bits as one by one.
-FFNCounts Context::token_experts(const MixtureArgs& a, const float* h, const float* weights, float* sum) {
-    const std::vector<const FFN*>& experts = a.mixture.experts;
-    std::vector<size_t> chosen;
-    for (size_t e = 0; e < experts.size(); e++)
-        if (weights[e] != 0) chosen.push_back(e);
-    const size_t of = chosen.size(), dim = a.dim;
-    float* out = grown(routed_.out, of * dim);
-    std::fill(out, out + of * dim, 0.0f);
-    std::deque<FFNArgs> args;
-    std::deque<Walk> walks;
-    for (size_t v = 0; v < of; v++) {
-        args.push_back({*experts[chosen[v]], out + v * dim, h, 1, dim, a.sparsity, nullptr});
-        walks.emplace_back(*this, args[v], kChunk, v, of, v ? &walks[0].in : nullptr);
-    }
-    const size_t chunks = walks[0].chunks;
-    Pieces pieces(of * chunks, 1, pool.threads());
-    auto region = [&](int thread) {
-        for (size_t first, last; pieces.take(&first, &last);)
-            for (size_t v = first / chunks; first < last; v++) {
-                const size_t end = std::min(last, (v + 1) * chunks);
-                add_chunks(walks[v], first - v * chunks, end - v * chunks, thread);
-                first = end;
-            }
-        pool.barrier();
-        size_t begin, end;
-        column_range(dim, pool.threads(), thread, &begin, &end);
-        for (size_t v = 0; v < of; v++) {
-            walks[v].join_partials(thread);
-            const float w = weights[chosen[v]], *from = out + v * dim;
-            for (size_t i = begin; i < end; i++) sum[i] += w * from[i];
-        }
-    };
-    pool.run(region);
-    FFNCounts total;
-    for (const Walk& w : walks) total += w.totals();
-    return total;
 }
 
 }  // namespace tc

@@ -91,4 +91,8 @@ struct Context::Walk {
     std::atomic<size_t> active{0}, rows_read{0}, gates{0};
 };
 
+// Of few tokens: chunks [first, last) do everything, so that each row in them knows what memory to ask for
+// next.
+void add_chunks(Context::Walk& w, size_t first, size_t last, int thread);
+
 }  // namespace tc

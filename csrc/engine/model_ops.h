@@ -370,9 +370,13 @@ class Context {
     FFNCounts experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum);
     const float* shares_of_shared(const MixtureArgs& a, const float* h);
     bool shares_region(const MixtureArgs& a, const float* weights) const;
+    struct Chosen;  // a token's experts that are computed together
     FFNCounts token_experts(const MixtureArgs& a, const float* h, const float* weights, float* sum);
-    FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,
-                         const std::shared_ptr<Fetches>& reads);
+    FFNCounts chosen_add(const MixtureArgs& a, const Chosen& c, const float* h, const float* weights,
+                         float* sum);
+    FFNCounts bundles_from_disk(const MixtureArgs& a, const float* h, const float* weights, float* sum);
+    FFNCounts expert_add(const MixtureArgs& a, size_t e, const FFN& expert, const float* h,
+                         const float* weights, float* sum, const std::shared_ptr<Fetches>& reads = nullptr);
     void expect(const FFNArgs& a);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);

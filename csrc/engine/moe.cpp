@@ -87,11 +87,14 @@ FFNCounts Context::moe_block(const MixtureArgs& a) {
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
     FFNCounts total;
-    if (shares_region(a, weights)) {
+    if (a.mixture.disk && a.mixture.experts[0]->bundles) {
+        total += bundles_from_disk(a, h, weights, sum);
+    } else if (shares_region(a, weights)) {
         total += token_experts(a, h, weights, sum);
     } else if (a.mixture.experts[0]->bundles) {
         const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
-        for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
+        for (size_t e = 0; e < experts; e++)
+            total += expert_add(a, e, *a.mixture.experts[e], h, weights, sum, reads);
     }
     total += experts_add(a, h, weights, sum);
     if (a.mixture.apart()) {
@@ -108,8 +111,9 @@ FFNCounts Context::moe_block(const MixtureArgs& a) {
 }
 
 // sum += expert e's part, of the tokens that go to it. h, sum [tokens, dim]; weights [tokens, experts].
-FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights,
-                              float* sum, const std::shared_ptr<Fetches>& reads) {
+// expert: its matrices, which may be in a slot.
+FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const FFN& expert, const float* h,
+                              const float* weights, float* sum, const std::shared_ptr<Fetches>& reads) {
     const size_t experts = a.mixture.experts.size(), neurons = a.mixture.neurons(), dim = a.dim,
                  n = tokens_of(a, e, h, weights);
     if (!n) return {};
@@ -117,7 +121,6 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, co
     float* out = grown(routed_.out, a.tokens * dim);
     float* record = a.record ? grown(routed_.record, a.tokens * neurons) : nullptr;
     std::fill(out, out + n * dim, 0.0f);
-    const FFN& expert = *a.mixture.experts[e];
     const FFNCounts c =
         ffn_add({expert, out, routed_.in.data(), n, dim, a.sparsity, record, reads, e * owners_of(expert)});
     for (size_t k = 0; k < n; k++) {

@@ -18,11 +18,13 @@ import kept_twins
 import numpy as np
 import pytest
 import test_synth
+import twins
 
 from thermocline import SamplingParams
 from thermocline.convert import importer, synthetic
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
 from thermocline.machine.tiers import read_tiers
+from thermocline.model import families
 from thermocline.opening.open_model import open_model
 from thermocline.pack.pack import Pack
 from thermocline.pack.stored_model import StoredModel
@@ -36,10 +38,15 @@ from thermocline.session.session import Session
 Run = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 # Mixtures with biases and sinks, shared experts, layers without experts, latents, states, other norms.
-PACKED = ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_stacked"]
-PACKED_TOO = [
-    "mixtral", "glm4_moe", "granite_hybrid", "lfm2_moe", "gemma4_moe", "llama4", "phimoe", "ernie4_5_moe"
-]  # fmt: skip
+PACKED = ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_stacked", "nemotron_h_moe"]
+
+
+def is_mixture(name: str) -> bool:
+    config, asked = kept_twins.RECORDED[name]["files"]["config.json"], twins.ASKED.get(name)
+    return families.parse_config(config, None, name, asked)[0].n_experts > 1
+
+
+OTHERS = [name for name in kept_twins.TWINS if name not in PACKED and is_mixture(name)]
 IN_PLACE = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "llama4": "llama4", "gemma4_moe": "gemma4"}
 
 
@@ -90,10 +97,25 @@ def gives_the_bits_of_memory(model: StoredModel) -> None:
         assert answers(model, with_slots(model, slots)) == wanted, slots
 
 
-@pytest.mark.parametrize("name", [*PACKED, *(pytest.param(n, marks=pytest.mark.slow) for n in PACKED_TOO)])
+@pytest.mark.parametrize("name", [*PACKED, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def test_no_number_of_slots_changes_a_bit(name: str, tmp_path: Path) -> None:
-    importer.pack(kept_twins.TWINS[name](tmp_path / "hf"), tmp_path / "pack", "q8_0")
-    gives_the_bits_of_memory(Pack.open(tmp_path / "pack"))
+    gives_the_bits_of_memory(packed(name, tmp_path))
+
+
+def packed(name: str, directory: Path) -> Pack:
+    hf, pack = kept_twins.TWINS[name](directory / "hf"), directory / "pack"
+    importer.pack(hf, pack, "q8_0", activation=twins.ASKED.get(name))
+    return Pack.open(pack)
+
+
+@pytest.mark.parametrize("sparsity", ["off", "exact"])
+def test_experts_of_bundles_give_the_bits_of_memory_skipped_or_not(sparsity: str, tmp_path: Path) -> None:
+    """A ReLU mixture with a shared expert and states: records of neurons, of which a token's may be skipped."""
+    model = packed("nemotron_h_moe", tmp_path)
+    wanted = answers(model, None, sparsity=sparsity)
+    assert answers(model, with_slots(model, 2), sparsity=sparsity) == wanted
+    other = "off" if sparsity == "exact" else "exact"
+    assert answers(model, None, sparsity=other) == wanted
 
 
 @pytest.mark.parametrize("name", [*IN_PLACE, "apart", "qwen3_5_moe", "deepseek2"])
@@ -305,6 +327,48 @@ def test_bundles_cannot_be_switched_off_where_there_are_none(path: Path) -> None
     ram = (least(model) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
     with pytest.raises(UsageError, match="--disable bundle: experts on disk have none"):
         Session.open(model, options(ram, disable=("bundle",)))
+
+
+# ---- ReLU mixtures
+
+
+@pytest.fixture(scope="module")
+def relu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack of a mixture with bundles, shared experts and recurrent layers."""
+    from thermocline.cli import main
+
+    base = tmp_path_factory.mktemp("relu")
+    sizes = {
+        "hidden_size": 256, "vocab_size": 512, "head_dim": 64, "num_attention_heads": 4,
+        "num_hidden_layers": 6, "hybrid_override_pattern": "MEME*E", "n_routed_experts": 32,
+        "num_experts_per_tok": 4, "intermediate_size": 512, "moe_intermediate_size": 512,
+        "moe_shared_expert_intermediate_size": 512, "mamba_num_heads": 8, "n_groups": 2, "ssm_state_size": 32,
+    }  # fmt: skip
+    config = base / "config.json"
+    config.write_text(json.dumps(synthetic.shapes()["nemotron-3-nano-30b"] | sizes))
+    assert main.main(["synth", str(config), "--format", "q8_0", "-o", str(base / "pack"), "-q"]) == 0
+    return base / "pack"
+
+
+def test_a_relu_mixture_runs_in_the_least_that_it_names(relu: Path) -> None:
+    test_what_a_refusal_names_is_enough_and_less_is_not(relu)
+
+
+def test_plan_counts_the_states_of_recurrent_layers(relu: Path, thermocline: Run) -> None:
+    """The same split to the byte as a session's."""
+    model, hardware = Pack.open(relu), "rtx4090-i9-13900k"
+    threads = read_tiers(hardware).cpu.threads
+    ram = f"{(least(model, threads) + Mixture(model.spec, model.tensors).bytes // 2) / GIB:.4f}"
+    asked = ("--ctx", "64", "--ram", ram, "--vram", "0", "-q", "--hardware", hardware, "--json")
+    told = thermocline("plan", relu, *asked)
+    assert told.code == 0, told.err
+    with Session.open(model, options(float(ram), threads=threads)) as session:
+        here = session.placement.json()
+        wanted = generated(session)
+    assert json.loads(told.out)["placement"] == json.loads(json.dumps(here))
+    assert here["bytes"]["cpu"]["recurrent states"] > 0
+    with Session.open(model, options(0.5)) as session:
+        assert not session.from_disk and generated(session).figures.logits_hash == wanted.figures.logits_hash
 
 
 # ---- faults

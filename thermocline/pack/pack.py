@@ -113,6 +113,8 @@ class Pack:
     def file_rows(self, name: str, first: int, rows: int, to: int) -> list[FileRows]:
         t = self.tensors[name]
         at = t.offset + first * t.stride
+        if name.endswith(".bundle"):  # records go to their place as they are, whatever they hold
+            return [FileRows(name, "f32", t.stride // 4, 0, at, rows, to, t.stride)]
         return [FileRows(name, t.format, t.shape[-1], 0, at, rows, to, t.stride)]
 
     def tensor_specs(self, *, absent: bool = False) -> dict[str, TensorSpec]:

@@ -28,6 +28,7 @@ from thermocline.plan.disk.disk_split import (
     beside,
     in_part,
     least_bytes,
+    predictors_in_memory,
 )
 from thermocline.plan.disk.expert_hits import own_routing
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed, split_of
@@ -89,6 +90,8 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
     others, whole = _others(spec, needs, context, kv_tokens), sizes.weights_bytes
     if left == "experts":
         mixture = Mixture(spec, pack.tensors, own_routing(pack))
+        if predictors is not None:
+            others["predictors"] = predictors_in_memory(spec, predictors.nbytes)
         if expert_split.least_bytes(mixture, others) >= whole + sum(others.values()):
             raise refused
         split = divide(mixture, needs.budget, others, limit=needs.limit)

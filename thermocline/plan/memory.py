@@ -41,12 +41,11 @@ class Needs:
 
 def reads_from_disk(spec: ModelSpec) -> str | None:
     """Return what of a model can be left on disk: "neurons", whole "experts", "rows" of FFNs, or nothing."""
-    if spec.sparse:
-        alike = not spec.shared_dim and spec.recurrent is None and not spec.no_ffn
-        return "neurons" if alike else None
+    if spec.sparse and not spec.shared_dim and spec.recurrent is None and not spec.no_ffn:
+        return "neurons"  # layers are alike
     if spec.n_experts > 1:
         return "experts"
-    return "rows" if any(spec.ffn(i).experts for i in range(spec.n_layers)) else None
+    return "rows" if not spec.sparse and any(spec.ffn(i).experts for i in range(spec.n_layers)) else None
 
 
 def context_for(spec: ModelSpec, asked: int | None) -> int:

@@ -206,7 +206,7 @@ class Session:
         disable = self.options.disable
         if (split := self.decision.experts) is not None:
             there, experts = store.load_experts(
-                self.pack, split, threads=threads, disable=disable, progress=loading
+                self.pack, split, threads=threads, predictors=predictors, disable=disable, progress=loading
             )
             return Opened(there.opaque(), experts)
         if (rows := self.decision.rows) is not None:

@@ -70,11 +70,17 @@ def load_experts(
     s: ExpertSplit,
     *,
     threads: int,
+    predictors: Predictors | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[LoadedWeights[CpuOps], OnDisk]:
     """Do as `load`, with whole experts in place of neurons."""
-    return expert_store.load(model, s, threads=threads, switches=switches_of(disable), progress=progress)
+    made, there = expert_store.load(
+        model, s, threads=threads, switches=switches_of(disable), progress=progress
+    )
+    if predictors is not None:
+        made = replace(made, weights=weights.with_predictors(made.weights, predictors))
+    return made, there
 
 
 def load_rows(

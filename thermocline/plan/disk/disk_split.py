@@ -301,7 +301,7 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
     for name in looked_up(c.spec, c.tensors):
         add(part_of(name), lookup_bytes(c.tensors[name].stride))
     if c.guesses and c.predictor_bytes:
-        add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
+        add("predictors", predictors_in_memory(c.spec, c.predictor_bytes))
     add("disk buffers", _buffers(c, gates))
     return parts
 
@@ -312,6 +312,11 @@ def resident(spec: ModelSpec, tensors: Mapping[str, TensorInfo], *, gates: bool)
     tables = looked_up(spec, tensors)
     names = [n for n in tensors if not n.endswith(left) and ".predictor." not in n and n not in tables]
     return sorted(names, key=lambda n: tensors[n].offset)
+
+
+def predictors_in_memory(spec: ModelSpec, nbytes: int) -> int:
+    """Return what predictors of so many bytes take: each matrix begins at a cache line."""
+    return nbytes + 2 * spec.n_layers * 64
 
 
 def looked_up(spec: ModelSpec, tensors: Collection[str]) -> list[str]:
@@ -343,7 +348,7 @@ def part_of(name: str) -> str:
     if not name.startswith("layers."):
         return "embedding" if name in TABLES else "head"
     part = name.split(".", 2)[2]
-    if part in ("up.weight", "down.weight"):  # of a mixture's layer without experts
+    if part in ("up.weight", "down.weight", "bundle"):  # of a mixture's layer without experts
         return "up and down rows"
     return "gate rows" if part.startswith("gate.") else "attention"
 

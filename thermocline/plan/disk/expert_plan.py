@@ -11,6 +11,7 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
 from thermocline.plan.disk.cache_split import F64, Fetch
+from thermocline.plan.disk.disk_split import predictors_in_memory
 from thermocline.plan.disk.expert_hits import OwnRouting
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
@@ -23,7 +24,10 @@ ARRANGE_NS = 0.34  # of a thread, for a byte from disk: to read it, its checksum
 
 def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    s = divide(Mixture(p.spec, tensors, routing), p.ram, p.others())
+    others = p.others()
+    if predictors := sum(x.predictor.bytes for x in p.sizes.layers):
+        others["predictors"] = predictors_in_memory(p.spec, predictors)
+    s = divide(Mixture(p.spec, tensors, routing), p.ram, others)
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(

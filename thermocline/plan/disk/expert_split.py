@@ -24,7 +24,7 @@ from thermocline.plan.memory import gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
 DEPTH, PIECE_BYTES = 64, 256 << 10  # reads in flight, and of how many bytes: a slab is read in such pieces
-MATRICES = ("gate", "up", "down")
+SLABS = ("gate.weight", "up.weight", "down.weight", "bundle")  # an expert's; a bundle has up and down
 LEAST = 1  # slots of a layer
 EVEN = 0.2  # of a slot's worth: so much less is a layer's last than its first, beside what it saves
 ARRANGED_ROWS = 512  # a group of 32 for each of 16 threads
@@ -33,7 +33,7 @@ RUN_TABLE_BYTES = 320  # the core's tables of a slab: where it lies in the file,
 
 @dataclass(frozen=True)
 class Slab:
-    """One of an expert's matrices: `rows` rows, from byte `at` of a slot on."""
+    """One of an expert's tensors: `rows` rows, or records of a bundle, from byte `at` of a slot on."""
 
     tensor: str
     at: int
@@ -56,10 +56,10 @@ class Record:
     def of(tensors: Mapping[str, TensorInfo], layer: int) -> Record:
         unit, at = _native.limits().slot_alignment, 0
         slabs = []
-        for part in MATRICES:
-            name = f"layers.{layer}.{part}.weight"
+        for part in SLABS:
+            name = f"layers.{layer}.{part}"
             if name not in tensors:
-                continue  # not gated
+                continue  # not gated, or in the bundle
             rows, stride = tensors[name].shape[1], tensors[name].stride
             slabs.append(Slab(name, at, rows, stride))
             at += -(-rows * stride // unit) * unit
@@ -89,7 +89,9 @@ class Mixture:
     def resident(self) -> list[str]:
         """The tensors that are in memory whole, in file order."""
         left = {s.tensor for r in self.records.values() for s in r.slabs}
-        return [n for n in resident(self.spec, self.tensors, gates=False) if n not in left]
+        bundles = [n for n in self.tensors if n.endswith(".bundle")]  # also of layers without experts
+        names = {*resident(self.spec, self.tensors, gates=False), *bundles} - left
+        return sorted(names, key=lambda n: self.tensors[n].offset)
 
     @property
     def strides(self) -> list[int]:

@@ -32,7 +32,7 @@ def mixture_of(model: str | None) -> StoredModel | None:
         found = open_gguf(Path(model))
     if found is None or isinstance(found, str):
         return None
-    return found if reads_from_disk(found.spec) == "experts" else None
+    return found if reads_from_disk(found.spec) == "experts" and not found.spec.sparse else None
 
 
 def profile(o: ProfileOptions, model: StoredModel) -> int:
