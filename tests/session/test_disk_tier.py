@@ -265,8 +265,8 @@ def test_it_is_said_what_answers_together_have_to_share(
     with opened(wide_pack, budgets(wide_pack)[2], max_batch=8) as llm:
         assert llm.session.store is not None
     assert (
-        "up to 8 answers are computed together, as long as all of them fit in 512 positions"
-        in caplog.messages[-1]
+        "up to 8 answers are computed together, as long as all of them fit in 512 positions "
+        "of keys and values (full contexts: 1); more wait" in caplog.messages[-1]
     )
 
 

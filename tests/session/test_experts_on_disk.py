@@ -25,8 +25,10 @@ from thermocline.convert import importer, synthetic
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
 from thermocline.machine.tiers import read_tiers
 from thermocline.model import families
+from thermocline.offline import fit_svd, train
 from thermocline.opening.open_model import open_model
 from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import LayerPredictor, predictors_for, write_predictors
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.budget import Decision
 from thermocline.plan.disk import expert_split
@@ -110,7 +112,7 @@ def packed(name: str, directory: Path) -> Pack:
 
 @pytest.mark.parametrize("sparsity", ["off", "exact"])
 def test_experts_of_bundles_give_the_bits_of_memory_skipped_or_not(sparsity: str, tmp_path: Path) -> None:
-    """A ReLU mixture with a shared expert and states: records of neurons, of which a token's may be skipped."""
+    """Of a ReLU mixture with a shared expert and states, whose experts are records of neurons."""
     model = packed("nemotron_h_moe", tmp_path)
     wanted = answers(model, None, sparsity=sparsity)
     assert answers(model, with_slots(model, 2), sparsity=sparsity) == wanted
@@ -271,6 +273,7 @@ def test_plan_says_before_what_run_does(path: Path, thermocline: Run) -> None:
     assert re.search(r"experts +[\d.]+ MiB +[\d.]+ MiB\n", text)
     noted = json.loads(thermocline("plan", path, *asked, "--json").out)["notes"]
     assert any("there is room for" in n for n in noted)
+    assert any(re.search(r"of 8 chats in `serve`, \d chats? ha(s|ve) room for 64 tokens", n) for n in noted)
 
 
 def test_commands_know_them(path: Path, thermocline: Run) -> None:
@@ -329,6 +332,39 @@ def test_bundles_cannot_be_switched_off_where_there_are_none(path: Path) -> None
         Session.open(model, options(ram, disable=("bundle",)))
 
 
+# ---- chats
+
+
+def test_an_eighth_of_the_budget_holds_the_keys_and_values_of_chats(path: Path) -> None:
+    """One at least, and never so many that what is not asked for makes a budget too small."""
+    model, found = open_model(path, "", None), []
+    m = Mixture(model.spec, model.tensors)
+    for context in (64, 1024):
+        one = others_of(model.spec, context=context, kv_tokens=context, max_batch=8, threads=2)
+        low = least_bytes(m, one) / GIB + 1e-5
+        for ram in (low, low + 0.003):
+            asked = options(ram, context=context, kv_tokens=None, max_batch=8)
+            with Session.open(model, asked) as session:
+                chats, rest = divmod(session.placement.kv_tokens, context)
+                assert rest == 0 and session.from_disk and session.memory_bytes <= ram * GIB
+                assert chats == 1 or session.placement.bytes["cpu"]["keys and values"] <= ram * GIB / 8
+                found.append(chats)
+    assert found[0] < found[1] == 8 and found[2] <= found[3] < 8, found
+
+
+def test_eight_chats_where_one_fits_wait_and_give_their_bits(path: Path) -> None:
+    model = open_model(path, "", None)
+    with Session.open(model, options(least(model) / GIB + 0.01, max_batch=8)) as session:
+        engine = session.load()
+        alone = [generated(session).figures.logits_hash]
+        requests = [engine.submit(prompts(512)[0], GREEDY) for _ in range(8)]
+        most = 0
+        while engine.step():
+            most = max(most, engine.counts().running)
+        assert most == 1, "64 positions hold one of them"
+        assert {r.completion().figures.logits_hash for r in requests} == set(alone)
+
+
 # ---- ReLU mixtures
 
 
@@ -369,6 +405,49 @@ def test_plan_counts_the_states_of_recurrent_layers(relu: Path, thermocline: Run
     assert here["bytes"]["cpu"]["recurrent states"] > 0
     with Session.open(model, options(0.5)) as session:
         assert not session.from_disk and generated(session).figures.logits_hash == wanted.figures.logits_hash
+
+
+def test_predictors_name_the_same_neurons_of_experts_on_disk(tmp_path: Path) -> None:
+    made = packed("smallthinker", tmp_path)
+    n = made.spec.n_experts * made.spec.ffn_dim
+    threshold = np.full(n, 4, np.float32)
+    guess = [
+        LayerPredictor(
+            "sign", None, None, fit_svd.signs(train.gate_rows(made, i)), threshold, 0, made.spec.n_experts
+        )
+        for i in range(made.spec.n_layers)
+    ]
+    write_predictors(made, guess, {})
+    model, hashes = Pack.open(made.path), []
+    for sparsity, decision in (("exact", None), ("predict", None), ("predict", with_slots(made, 3))):
+        asked = EngineOptions(context=64, max_batch=1, threads=2, sparsity=sparsity)
+        opened = (
+            Session.open(model, asked)
+            if decision is None
+            else Session(model, asked, decision, predictors=predictors_for(model, sparsity))
+        )
+        with opened as session:
+            engine = session.load()
+            request = engine.submit(prompts(model.spec.vocab_size)[2], GREEDY)
+            while engine.step():
+                pass
+            hashes.append(request.completion().figures.logits_hash)
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
+def test_a_pack_of_bundles_that_is_cut_while_it_runs_fails_requests_and_no_more(
+    relu: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(relu, tmp_path / "pack")
+    model = Pack.open(tmp_path / "pack")
+    with Session(model, EngineOptions(context=64, max_batch=1, threads=2), with_slots(model, 4)) as session:
+        engine = session.load()
+        os.truncate(model.weights_path, model.weights_bytes // 4)
+        request = engine.submit(prompts(512)[0], GREEDY)
+        while engine.step():
+            pass
+        assert isinstance(request.error, BadFile | IOFailure) and "changed" in str(request.error)
+        engine.check_integrity()
 
 
 # ---- faults

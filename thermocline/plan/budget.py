@@ -33,7 +33,7 @@ from thermocline.plan.disk.disk_split import (
 from thermocline.plan.disk.expert_hits import own_routing
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed, split_of
 from thermocline.plan.memory import Needs as Needs
-from thermocline.plan.memory import context_for, contexts_for, fit, others_of, reads_from_disk
+from thermocline.plan.memory import chats_for, context_for, contexts_for, fit, others_of, reads_from_disk
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
 if TYPE_CHECKING:
@@ -86,16 +86,12 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
             if needs.budget is None or (tables == choices[-1] and left is None):
                 raise
     assert needs.budget is not None, "without a limit everything fits"
-    kv_tokens = needs.kv_tokens or context
-    others, whole = _others(spec, needs, context, kv_tokens), sizes.weights_bytes
+    kv_tokens, whole = needs.kv_tokens or context, sizes.weights_bytes
     if left == "experts":
         mixture = Mixture(spec, pack.tensors, own_routing(pack))
-        if predictors is not None:
-            others["predictors"] = predictors_in_memory(spec, predictors.nbytes)
-        if expert_split.least_bytes(mixture, others) >= whole + sum(others.values()):
-            raise refused
-        split = divide(mixture, needs.budget, others, limit=needs.limit)
-        return Decision(placed(split, context, kv_tokens), mixture=mixture)
+        more = {} if predictors is None else {"predictors": predictors_in_memory(spec, predictors.nbytes)}
+        return _experts_on_disk(mixture, needs, context, whole, more, refused)
+    others = _others(spec, needs, context, kv_tokens)
     if left == "rows":
         dense = Dense(spec, pack.tensors)
         if dense_split.least_bytes(dense, others) >= whole + sum(others.values()):
@@ -107,6 +103,30 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
         raise refused  # a small model: what reads from disk takes more than its neurons
     a = arrange(contents, needs.budget, others, limit=needs.limit)
     return Decision(in_part(a, context, kv_tokens), contents)
+
+
+def _experts_on_disk(
+    m: Mixture, needs: Needs, context: int, whole: int, more: dict[str, int], refused: OutOfBudget
+) -> Decision:
+    """Place a mixture with the keys and values of as many chats as the budget bears.
+
+    Raises `refused` where all of its weights, `whole`, take no more than what reads experts.
+    """
+    assert needs.budget is not None, "without a limit everything fits"
+
+    def others(chats: int) -> dict[str, int]:
+        return _others(m.spec, needs, context, needs.kv_tokens or chats * context) | more
+
+    if expert_split.least_bytes(m, others(1)) >= whole + sum(others(1).values()):
+        raise refused
+    chats = chats_for(
+        needs.max_batch,
+        needs.budget,
+        lambda n: others(n)["keys and values"],
+        lambda n: expert_split.least_bytes(m, others(n)),
+    )
+    split = divide(m, needs.budget, others(chats), limit=needs.limit)
+    return Decision(placed(split, context, needs.kv_tokens or chats * context), mixture=m)
 
 
 def all_in_ram(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:

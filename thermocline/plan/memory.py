@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from thermocline import _native
@@ -19,6 +20,7 @@ from thermocline.ops.device_sizes import StepLimits as Limits
 GIB = 2**30
 CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
 LEAST_CONTEXT = 512  # no default context is shorter
+CACHE_SHARE = 8  # keys and values beside weights on disk take that part of the budget, unless asked for more
 KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
 RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the tokenizer's process
 TOKEN_BYTES = 1024
@@ -71,9 +73,19 @@ def contexts_for(
     def cache(context: int) -> int:
         return reserved_bytes(spec, context, context, PREFILL_CHUNK, types)
 
-    while shorter > LEAST_CONTEXT and cache(shorter) > budget // 8:
+    while shorter > LEAST_CONTEXT and cache(shorter) > budget // CACHE_SHARE:
         shorter //= 2
     return list(dict.fromkeys((context, shorter)))
+
+
+def chats_for(most: int, budget: int, cache: Callable[[int], int], least: Callable[[int], int]) -> int:
+    """Return how many full contexts a budget bears beside weights on disk: at most `most`, at least one.
+
+    `cache`: the bytes of so many contexts' keys and values, which are an eighth of the budget at most.
+    `least`: the smallest budget with them.
+    """
+    bears = (n for n in range(most, 1, -1) if cache(n) <= budget // CACHE_SHARE and least(n) <= budget)
+    return next(bears, 1)
 
 
 def others_of(

@@ -238,7 +238,8 @@ class Session:
         if (batch := self.options.max_batch) > 1:
             log.info(
                 f"up to {batch} answers are computed together, as long as all of them fit in "
-                f"{self.placement.kv_tokens} positions of keys and values; more wait"
+                f"{self.placement.kv_tokens} positions of keys and values "
+                f"(full contexts: {self.placement.kv_tokens // self.context}); more wait"
             )
 
     # ---- the end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,21 +14,21 @@ from thermocline.plan.cost import Work
 from thermocline.plan.disk.cache_split import F64, Fetch
 from thermocline.plan.disk.disk_split import predictors_in_memory
 from thermocline.plan.disk.expert_hits import OwnRouting
-from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, least_bytes, placed
+from thermocline.plan.memory import chats_for
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
 NOTHING = Fetch(0.0, 0.0, 0.0)
 ARRANGE_NS = 0.34  # of a thread, for a byte from disk: to read it, its checksum, its place
+MOST_CHATS = 8  # `EngineOptions.max_batch` where nothing is asked
 
 
 def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    others = p.others()
-    if predictors := sum(x.predictor.bytes for x in p.sizes.layers):
-        others["predictors"] = predictors_in_memory(p.spec, predictors)
-    s = divide(Mixture(p.spec, tensors, routing), p.ram, others)
+    m = Mixture(p.spec, tensors, routing)
+    s = divide(m, p.ram, _others(p))
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
@@ -43,6 +44,26 @@ def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouti
         greedy_us=None,
         notes=tuple(_notes(p, s)),
         placement=placed(s, p.ask.context, p.ask.context * p.ask.batch),
+    )
+
+
+def _others(p: Problem) -> dict[str, int]:
+    """Part -> bytes of what a session takes besides weights and slots."""
+    predictors = sum(x.predictor.bytes for x in p.sizes.layers)
+    return p.others() | ({"predictors": predictors_in_memory(p.spec, predictors)} if predictors else {})
+
+
+def chats(p: Problem, m: Mixture) -> int:
+    """Return how many chats of the context a session of `MOST_CHATS` keeps in memory together."""
+
+    def others(n: int) -> dict[str, int]:
+        return _others(replace(p, ask=replace(p.ask, batch=n, max_batch=max(n, MOST_CHATS))))
+
+    return chats_for(
+        MOST_CHATS,
+        p.ram,
+        lambda n: others(n)["keys and values"],
+        lambda n: least_bytes(m, others(n)),
     )
 
 
@@ -111,4 +132,9 @@ def _notes(p: Problem, s: ExpertSplit) -> list[str]:
         f"there is room for {s.share:.0%} of the experts; of those that a token goes to {found:.0%} are "
         f"expected in memory, {source}; {nbytes / 1e6:.3g} MB are read"
     )
-    return [n for n in notes if n]
+    n = chats(p, s.mixture)
+    together = "1 chat has" if n == 1 else f"{n} chats have"
+    notes.append(
+        f"of {MOST_CHATS} chats in `serve`, {together} room for {p.ask.context} tokens each; more wait"
+    )
+    return [x for x in notes if x]
