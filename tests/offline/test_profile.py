@@ -794,6 +794,7 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
         (4, "no such directory", [tmp_path / "absent", "--corpus", text]),
         (2, "the model's limit", [own.path, "--corpus", text, "--ctx", 10**6]),
         (2, "too short", [own.path, "--corpus", text, "--ctx", 9]),
+        (2, "--ram: of a mixture", [own.path, "--corpus", text, "--ram", 8]),
         (2, ".png, .svg, .pdf", [own.path, "--corpus", text, "--plot", out]),
         (4, "no such directory", [own.path, "--corpus", text, "--plot", out / "p.png"]),
     ):

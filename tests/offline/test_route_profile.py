@@ -119,6 +119,43 @@ def _opened(model: StoredModel, path: Path, data: bytes) -> RouteProfile:
     return found
 
 
+def test_a_profile_with_experts_on_disk_is_that_of_memory(
+    model: StoredModel, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts and trace, though experts were missing again and again, within `--ram`."""
+    path = path_of(model)
+    before, wanted = path.read_bytes(), open_routes(model)
+    assert wanted is not None
+    seen: list[tuple[bool, int, int]] = []
+    unload = Session.unload
+
+    def spied(session: Session) -> None:
+        if session.store is not None:
+            seen.append((session.from_disk, session.memory_bytes, session.store.counts().missed))
+        unload(session)
+
+    monkeypatch.setattr(Session, "unload", spied)
+    budget = least_bytes(Mixture(model.spec, model.tensors), others(model)) + 2**20
+    asked = ("--tokens", 1024, "--ctx", 64, "-t", 2, "-q")
+    try:
+        told = thermocline("profile", model.path, *asked, "--ram", budget / GIB)
+        assert told.code == 0, told.err
+        found = open_routes(model)
+    finally:
+        path.write_bytes(before)
+    assert found is not None
+    ((from_disk, memory, missed),) = seen
+    assert from_disk and memory <= budget and missed > 2 * model.spec.n_experts * len(found.counts)
+    for i in wanted.counts:
+        assert np.array_equal(found.counts[i], wanted.counts[i])
+        assert np.array_equal(found.traced[i], wanted.traced[i])
+
+
+def test_too_little_memory_for_a_profile_is_refused_in_one_line(model: StoredModel, thermocline: Run) -> None:
+    told = thermocline("profile", model.path, "--tokens", 64, "--ram", 0.001, "-q")
+    assert told.code != 0 and "use --ram" in told.err and told.err.count("\n") == 1
+
+
 def test_what_profile_says_of_a_mixture(files: tuple[Path, Path], thermocline: Run) -> None:
     told = thermocline("profile", files[1], "--tokens", 128, "--ctx", 64, "-q", "--json")
     assert told.code == 0, told.err

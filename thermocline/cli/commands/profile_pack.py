@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from thermocline.cli.commands.routing import profile_routes
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import pack_directory
-from thermocline.cli.shared_options import json_output, quiet_output, thread_count
+from thermocline.cli.shared_options import json_output, memory_limit, quiet_output, thread_count
 from thermocline.cli.table import size, table
 from thermocline.errors import UsageError
 from thermocline.options import BY_POSITION, SEVERAL, count_or_all, nonempty, opt, switch, whole
@@ -36,6 +36,10 @@ class ProfileOptions:
         None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="the pack itself"
     )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack at -o.")
+    ram: float | None = memory_limit(
+        "Memory that all of it may take. Of a larger mixture experts stay on disk; other models have to fit.",
+        "what is free",
+    )
     threads: int = thread_count()
     workers: int = opt(
         1, whole(1, 256), "N", "Model", "Passages computed side by side; they share the threads."
@@ -69,6 +73,10 @@ def profile(o: ProfileOptions) -> int:
 
     if (mixture := profile_routes.mixture_of(o.model)) is not None:
         return profile_routes.profile(o, mixture)
+    if o.ram is not None:
+        raise UsageError(
+            "--ram: of a mixture without ReLU only; a model whose neurons are counted has to fit in memory"
+        )
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)

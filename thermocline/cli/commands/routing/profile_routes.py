@@ -80,7 +80,8 @@ def _job(o: ProfileOptions, model: StoredModel) -> RouteJob:
     else:
         text = corpus.random_corpus(model, max(2, o.tokens), context, 1)
     threads = o.threads if o.threads > 0 else hardware.default_threads()
-    return RouteJob(model, text, EngineOptions(context=context, max_batch=1, threads=threads))
+    options = EngineOptions(context=context, max_batch=1, threads=threads, ram=o.ram)
+    return RouteJob(model, text, options)
 
 
 def _about(done: RoutesCounted) -> dict[str, Any]:
