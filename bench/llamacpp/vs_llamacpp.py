@@ -138,10 +138,10 @@ def resident(duel: Duel, ways: dict[Test, Way], pairs: int) -> Iterator[Pairs]:
     with duel.ours() as ours:
         for load, tests in by_load(ways).items():
             with duel.llama(*load) as llama:
-                yield from (alternate(ours, llama, t, ways[t].flash, pairs) for t in tests)
+                yield from (alternate(ours, llama, t, ways[t].flash, pairs, duel.spec) for t in tests)
 
 
-def alternate(ours: Driver, llama: Driver, test: Test, flash: int, pairs: int) -> Pairs:
+def alternate(ours: Driver, llama: Driver, test: Test, flash: int, pairs: int, spec: ModelSpec) -> Pairs:
     for driver in (ours, llama):
         driver.run(test, flash)  # warms up
     found = Pairs(test, roofs=[roof(test)])
@@ -150,7 +150,7 @@ def alternate(ours: Driver, llama: Driver, test: Test, flash: int, pairs: int) -
         for driver, ns in sides if i % 2 == 0 else reversed(sides):
             said = driver.run(test, flash)
             ns.append(said["ns"])
-            note_bytes(found, said)
+            note_bytes(found, said, spec)
         found.roofs.append(roof(test))
     found.peaks = (ours.ask("peak")["peak_rss_bytes"], llama.ask("peak")["peak_rss_bytes"])
     return found
@@ -172,7 +172,7 @@ def in_turns(duel: Duel, ways: dict[Test, Way], pairs: int) -> Iterator[Pairs]:
                     driver.run(t, ways[t].flash)
                     said = driver.run(t, ways[t].flash)
                     (p.ours_ns, p.llama_ns)[side].append(said["ns"])
-                    note_bytes(p, said)
+                    note_bytes(p, said, duel.spec)
                     peak = driver.ask("peak")["peak_rss_bytes"]
                     p.peaks = (peak, p.peaks[1]) if side == 0 else (p.peaks[0], peak)
         for p in found.values():
@@ -180,9 +180,10 @@ def in_turns(duel: Duel, ways: dict[Test, Way], pairs: int) -> Iterator[Pairs]:
     yield from found.values()
 
 
-def note_bytes(p: Pairs, said: dict[str, Any]) -> None:
-    if not p.test.prompt and said.get("rows_fraction") == 1:
-        p.bytes_per_token = said["bytes_per_token"]
+def note_bytes(p: Pairs, said: dict[str, Any], spec: ModelSpec) -> None:
+    """Keep what both engines read for a token: of a mixture, its experts. Skipped neurons have none."""
+    if not (p.test.prompt or spec.sparse):
+        p.bytes_per_token = said.get("bytes_per_token", p.bytes_per_token)  # llama.cpp's driver says none
 
 
 # ---- what it says
