@@ -112,7 +112,10 @@ void DenseStream::seek(std::unique_lock<std::mutex>& held, size_t record) {
 }
 
 bool DenseStream::take(Phase phase, Rows* rows, int thread, bool wait) {
-    for (std::unique_lock<std::mutex> held(lock_); next_ < end_[phase];) {
+    std::unique_lock<std::mutex> held(lock_);
+    // After a failure the next record may be one of gate and up, which has come too late for its own phase.
+    if (phase == DOWN && next_ < end_[GATE_UP]) return false;
+    while (next_ < end_[phase]) {
         if (has_come(next_)) {
             const Record& r = records_[next_ % records_.size()];
             const size_t slot = next_ % slots_.size();

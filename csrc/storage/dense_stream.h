@@ -68,8 +68,8 @@ class DenseStream {
 
     // ---- all threads of its region
 
-    // Gives the next rows of a phase; false: there are none, or without `wait` none yet. Phases come in turn.
-    // Whoever waits puts away what has been read.
+    // Gives the next rows of a phase; false: there are none, or without `wait` none yet, or a read failed.
+    // Phases come in turn. Whoever waits puts away what has been read.
     bool take(Phase phase, Rows* rows, int thread, bool wait);
     void done(const Rows& rows);  // nobody needs them any more
 
