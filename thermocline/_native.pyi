@@ -367,6 +367,13 @@ class ExpertFiles:
     def how(self) -> str:
         """How it reads, for a person."""
 
+    def begin_step(self, most_bytes: int | None = None, *, read_only: bool = False) -> None:
+        """From now on, until the next step: its calls read at most so many bytes, and leave out what is more.
+
+        Layers have equal parts, and what those before them left of theirs. `read_only`: calls leave the
+        caches as they are.
+        """
+
 class DiskExperts:
     """The experts of one layer, that take turns in `quota` slots of a pool, a record each.
 

@@ -96,9 +96,9 @@ bool interrupted_by_python() {
 template <class Rows>
 static std::map<std::string, uint64_t> stats_of(const Rows& rows) {
     const auto& s = rows.stats;
-    return {{"needed", s.needed}, {"missed", s.missed},        {"reads", s.reads},
-            {"bytes", s.bytes},   {"streamed", s.streamed},    {"waited_ns", s.waited_ns},
-            {"early", s.early},   {"early_used", s.early_used}};
+    return {{"needed", s.needed}, {"missed", s.missed},         {"reads", s.reads},
+            {"bytes", s.bytes},   {"streamed", s.streamed},     {"waited_ns", s.waited_ns},
+            {"early", s.early},   {"early_used", s.early_used}, {"left_out", s.left_out}};
 }
 
 // ---- experts
@@ -216,11 +216,8 @@ static tc::DenseStream* make_stream(const Arena& arena, size_t offset, size_t st
 
 static std::map<std::string, uint64_t> stats_of_stream(const tc::DenseStream& stream) {
     const tc::DenseStream::Stats s = stream.stats();
-    return {{"needed", s.needed},
-            {"missed", s.missed},
-            {"reads", s.reads},
-            {"bytes", s.bytes},
-            {"waited_ns", s.waited_ns}};
+    return {{"needed", s.needed}, {"missed", s.missed},       {"reads", s.reads},
+            {"bytes", s.bytes},   {"waited_ns", s.waited_ns}, {"left_out", 0}};
 }
 
 static void bind_stream(nb::module_& m) {
@@ -242,7 +239,13 @@ static void bind_experts(nb::module_& m) {
     nb::class_<tc::ExpertFiles>(m, "ExpertFiles")
         .def(nb::new_(&make_files), "files"_a, nb::kw_only(), "depth"_a, "piece_bytes"_a, "method"_a = "",
              "direct"_a = true)
-        .def_prop_ro("how", [](const tc::ExpertFiles& f) { return std::string(f.reader.how()); });
+        .def_prop_ro("how", [](const tc::ExpertFiles& f) { return std::string(f.reader.how()); })
+        .def(
+            "begin_step",
+            [](tc::ExpertFiles& f, std::optional<uint64_t> most_bytes, bool read_only) {
+                f.begin_step(most_bytes.value_or(tc::ExpertFiles::kUnbounded), read_only);
+            },
+            "most_bytes"_a.none() = nb::none(), nb::kw_only(), "read_only"_a = false);
     nb::class_<DiskExperts>(m, "DiskExperts")
         .def(nb::new_(&make_experts), "pool"_a, "files"_a, "runs"_a, "quota"_a, "names"_a, nb::kw_only(),
              "planar"_a = false, "disable"_a = 0, "likely"_a.noconvert().none() = nb::none(),

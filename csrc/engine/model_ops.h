@@ -365,6 +365,7 @@ class Context {
     void mix(const MixerArgs& a);
     FFNCounts moe_block(const MixtureArgs& a);
     const float* shares(const MixtureArgs& a, const float** h);
+    const float* affordable(const MixtureArgs& a, const float* weights);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
     struct Experts;
     FFNCounts experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum);
@@ -399,7 +400,7 @@ class Context {
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum
-        Scratch<float> normed, logits, weights, in, out, sum, record, shares, shared;
+        Scratch<float> normed, logits, weights, kept, in, out, sum, record, shares, shared;
         Scratch<size_t> tokens;
         Scratch<Visit> visits;
     } routed_;

@@ -45,6 +45,49 @@ const float* Context::shares(const MixtureArgs& a, const float** h) {
     return weights;
 }
 
+// The experts that some token goes to, those with most weight first.
+static std::vector<int32_t> heaviest_first(const MixtureArgs& a, const float* weights) {
+    const size_t experts = a.mixture.experts.size();
+    std::vector<float> sums(experts);
+    std::vector<int32_t> chosen;
+    for (size_t e = 0; e < experts; e++) {
+        for (size_t t = 0; t < a.tokens; t++) sums[e] += fabsf(weights[t * experts + e]);
+        if (sums[e] > 0) chosen.push_back(int32_t(e));
+    }
+    std::stable_sort(chosen.begin(), chosen.end(),
+                     [&](int32_t x, int32_t y) { return sums[size_t(x)] > sums[size_t(y)]; });
+    return chosen;
+}
+
+// The weights without the experts that a bounded step does not read. Where the router's rule gives the
+// chosen ones a common sum, those that are left get it: what the router would have given them, had it chosen
+// them alone. Where it does not (sigmoids, shares of all experts), a weight says nothing about the others.
+const float* Context::affordable(const MixtureArgs& a, const float* weights) {
+    const Mixture& m = a.mixture;
+    if (!m.disk || !m.disk->files.bounded()) return weights;
+    std::vector<int32_t> chosen = heaviest_first(a, weights);
+    const size_t n = m.disk->keep_affordable(chosen), experts = m.experts.size();
+    if (n == chosen.size()) return weights;
+    float* kept = grown(routed_.kept, a.tokens * experts);
+    std::copy_n(weights, a.tokens * experts, kept);
+    // Of what the rule gave; a scale of an expert's own is no part of the sum.
+    auto sum = [&](const float* w) {
+        float all = 0;
+        for (size_t e = 0; e < experts; e++)
+            if (w[e] != 0) all += m.expert_scale ? w[e] / m.expert_scale[e] : w[e];
+        return all;
+    };
+    for (size_t t = 0; t < a.tokens; t++) {
+        float* mine = kept + t * experts;
+        const float before = sum(mine);
+        for (size_t i = n; i < chosen.size(); i++) mine[chosen[i]] = 0;
+        const float left = sum(mine);
+        if (!m.rule.normalises() || left == before || left == 0) continue;
+        for (size_t e = 0; e < experts; e++) mine[e] *= before / left;
+    }
+    return kept;
+}
+
 void Context::routed(const Mixture& m, const float* h, size_t tokens, float* out) {
     const size_t experts = m.experts.size(), dim = m.router.weight.cols;
     float* logits = grown(routed_.logits, std::min(kPassTokens, tokens) * experts);
@@ -82,7 +125,7 @@ static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted inter
 
 FFNCounts Context::moe_block(const MixtureArgs& a) {
     const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
-    const float *h, *weights = shares(a, &h);
+    const float *h, *weights = affordable(a, shares(a, &h));
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
@@ -134,18 +177,11 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const FFN& expert,
 
 // The experts that the router picks for what comes before attention: a guess, but where that is what it is
 // given. The likeliest come first: those with most weight.
+// A bounded step does not guess: it would read more than it may, or less than it could.
 void Context::read_experts_ahead(const MixtureArgs& a) {
-    const size_t experts = a.mixture.experts.size();
+    if (a.mixture.disk->files.bounded()) return;
     const float *h, *weights = shares(a, &h);
-    std::vector<float> sums(experts);
-    std::vector<int32_t> likely;
-    for (size_t e = 0; e < experts; e++) {
-        for (size_t t = 0; t < a.tokens; t++) sums[e] += fabsf(weights[t * experts + e]);
-        if (sums[e] > 0) likely.push_back(int32_t(e));
-    }
-    std::stable_sort(likely.begin(), likely.end(),
-                     [&](int32_t x, int32_t y) { return sums[size_t(x)] > sums[size_t(y)]; });
-    a.mixture.disk->read_ahead(likely);
+    a.mixture.disk->read_ahead(heaviest_first(a, weights));
 }
 
 void Context::read_ahead(const MixtureArgs& a) {

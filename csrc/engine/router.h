@@ -21,6 +21,8 @@ struct RouterRule {
     size_t groups = 1, groups_kept = 1;  // of consecutive experts; those chosen from
     GroupRule group_rule = MAX;
     bool scales_input = false;  // weights multiply an expert's input in place of its answer
+    // Whether the weights of a token's experts have one sum, whichever experts it has.
+    bool normalises() const { return weights == CHOSEN || weights == NORMALISED; }
 };
 
 // weights [experts]: how much of each a token gets, 0 for all but the `active` best. Of equal ones the lower

@@ -30,6 +30,16 @@ void ExpertFiles::drop_early(unsigned buffer) {
     early.erase(std::remove_if(early.begin(), early.end(), its), early.end());
 }
 
+void ExpertFiles::begin_step(uint64_t most_bytes, bool read_only) {
+    most_bytes_ = most_bytes, paid_bytes_ = 0, read_only_ = read_only;
+}
+
+uint64_t ExpertFiles::may_read(size_t layer) const {
+    const uint64_t so_far =
+        most_bytes_ / layers * (layer + 1) + most_bytes_ % layers * (layer + 1) / layers;  // no overflow
+    return so_far - std::min(so_far, paid_bytes_);
+}
+
 // ---- a layer
 static std::vector<RowRun> flat(const std::vector<std::vector<RowRun>>& runs) {
     std::vector<RowRun> all;
@@ -42,6 +52,7 @@ DiskExperts::DiskExperts(SlotPool& pool, ExpertFiles& files, const std::vector<s
     : RowCache(pool, runs.size(), 0, quota, likely),
       files(files),
       names(std::move(given)),
+      layer_(files.layers++),
       runs_(flat(runs)),
       disabled_(disabled) {
     // A read begins and ends at a multiple of the alignment.
@@ -126,6 +137,33 @@ void DiskExperts::read_ahead(const std::vector<int32_t>& likely) {
     stats.early += guessed_ = experts, stats.reads += reads.size(), stats.bytes += bytes;
 }
 
+uint64_t DiskExperts::read_bytes(size_t expert) const {
+    uint64_t bytes = 0;
+    for (size_t p = 0; p < pieces.size(); p++) bytes += request(expert, p, 0).bytes;
+    return bytes;
+}
+
+size_t DiskExperts::keep_affordable(std::vector<int32_t>& wanted) {
+    const uint64_t most = files.may_read(layer_);
+    uint64_t cost = 0;
+    std::vector<int32_t> kept, left_out;
+    for (const int32_t e : wanted) {
+        const uint64_t bytes = in_memory(e) ? 0 : read_bytes(size_t(e));
+        // Once one is too much, no lighter one is read in its place, though it may be a few bytes smaller.
+        const bool affordable = !bytes || (left_out.empty() && bytes <= most - cost);
+        cost += affordable ? bytes : 0;
+        (affordable ? kept : left_out).push_back(e);
+    }
+    const size_t n = kept.size();
+    kept.insert(kept.end(), left_out.begin(), left_out.end());
+    wanted = std::move(kept);
+    files.pay(cost);
+    stats.left_out += left_out.size();
+    // It counts as used: an expert that is often left out takes a slot when it is read at last.
+    for (const int32_t e : left_out) used(e, 1);
+    return n;
+}
+
 // ---- a call
 ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t steps, size_t most,
                          int threads, Interrupted interrupted)
@@ -139,14 +177,15 @@ ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t s
       many_(steps > 1),
       reads_(reader_.depth()) {
     take_buffers();
+    rows_.read_only = rows_.files.read_only();
     rows_.begin(steps, rows_.disabled(DiskRows::NO_CACHE));
     // Of a few tokens all that is needed and in memory stays: no expert makes room for another of the same
     // call. A prompt, which may need all experts, leaves those that it used most, at the price of as many
-    // reads.
+    // reads; a bounded step has not paid for these.
     for (const Task& t : tasks_) {
         if (t.expert < 0) continue;
         rows_.used(t.expert, t.uses);
-        if (!many_) rows_.hold(t.expert);
+        if (!many_ || rows_.files.bounded()) rows_.hold(t.expert);
     }
 }
 

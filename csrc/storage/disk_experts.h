@@ -43,6 +43,22 @@ struct ExpertFiles {
     };
     std::vector<Early> early;
     void drop_early(unsigned buffer);
+
+    // A step begins whose calls read at most so many bytes: what they would read beyond is left out.
+    // `read_only`: it leaves all caches as they are.
+    static constexpr uint64_t kUnbounded = UINT64_MAX;
+    void begin_step(uint64_t most_bytes, bool read_only);
+    bool bounded() const { return most_bytes_ != kUnbounded; }
+    bool read_only() const { return read_only_; }
+    // How much more the layer may read, which is number `layer` of `layers`. Each has an equal part, and what
+    // those before it left of theirs: where a part is less than an expert, some layers still read one.
+    uint64_t may_read(size_t layer) const;
+    void pay(uint64_t bytes) { paid_bytes_ += bytes; }
+    size_t layers = 0;
+
+ private:
+    uint64_t most_bytes_ = kUnbounded, paid_bytes_ = 0;
+    bool read_only_ = false;
 };
 
 // The experts of one layer, and which of them are in memory. The pool and the files outlive it.
@@ -62,6 +78,10 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     // when the call comes, so that a wrong guess moves no expert. A layer that is guessed badly is seldom
     // guessed.
     void read_ahead(const std::vector<int32_t>& likely);
+    // Of a bounded step. `wanted`: the experts of a call, those that matter most first. Moves those to its
+    // end that are missing and that the step cannot read any more, pays for the others, and returns how many
+    // these are. It depends on what is in memory alone, not on when reads come.
+    size_t keep_affordable(std::vector<int32_t>& wanted);
     ReadRequest request(size_t expert, size_t piece, unsigned buffer) const;
 
     // Rows [first, first + n) of slab `slab`.
@@ -81,7 +101,10 @@ class DiskExperts : public RowCache<ExpertPolicy> {
 
  private:
     bool guesses_well();
+    bool in_memory(int32_t expert) const { return !disabled(DiskRows::NO_CACHE) && slot_of(expert) >= 0; }
+    uint64_t read_bytes(size_t expert) const;
 
+    const size_t layer_;              // of those of the files
     const std::vector<RowRun> runs_;  // [experts, slabs]
     const int disabled_;
     float right_ = 1;         // the share of experts read ahead that were needed, of late

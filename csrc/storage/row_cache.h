@@ -44,7 +44,7 @@ class RowCache {
                size_t* n_wanted, float uses = 1);
     void unpin(const int32_t* entries, size_t n);
     void used(int32_t id, float uses) {  // as Policy::use
-        if (size_t(id) >= hot) policy_.use(size_t(id) - hot, uses);
+        if (size_t(id) >= hot && !read_only) policy_.use(size_t(id) - hot, uses);
     }
     // Before a call that probably needs ids [0, n): writes into wanted what must be read, as far as there are
     // slots that the call itself does not need, and returns how many. Those, and the ids that are in memory,
@@ -75,12 +75,15 @@ class RowCache {
 
     const size_t neurons, hot;
     const int32_t first_slot;
+    // Calls leave the cache as it was: what is missing passes through, and no use counts.
+    bool read_only = false;
     struct Stats {
         uint64_t needed, missed;     // records: asked for by few tokens; of those, not in memory then
         uint64_t reads, bytes;       // of the disk, all
         uint64_t streamed;           // bytes, of calls of many tokens
         uint64_t waited_ns;          // threads that waited for the disk with nothing else to do, added up
         uint64_t early, early_used;  // records: read ahead; of those, needed
+        uint64_t left_out;           // records: chosen, but neither in memory nor read
     } stats{};
 
  private:
@@ -154,7 +157,7 @@ std::vector<Wanted> RowCache<Policy>::initial() {
 
 template <class Policy>
 void RowCache<Policy>::begin(size_t steps, bool forget) {
-    if (policy_.begin(steps)) worst_.clear();
+    if (!read_only && policy_.begin(steps)) worst_.clear();
     if (!forget) return;
     for (Entry& e : cold_) clear(e);
     worst_.clear();
@@ -213,7 +216,7 @@ int32_t RowCache<Policy>::worst() {
 
 template <class Policy>
 int32_t RowCache<Policy>::place_for(int32_t neuron) {
-    const int32_t at = worst();
+    const int32_t at = read_only ? -1 : worst();
     if (!deserves(neuron, at) && !pool_.idle.empty()) {
         const int32_t passing = pool_.idle.back();
         return pool_.idle.pop_back(), int32_t(cold_.size()) + passing;
@@ -235,7 +238,7 @@ size_t RowCache<Policy>::pin(const int32_t* ids, size_t n, int32_t* slots, int32
             continue;
         }
         const auto before = policy_.state(id - hot);
-        policy_.use(id - hot, uses);
+        if (!read_only) policy_.use(id - hot, uses);
         int32_t at = where_[id - hot];
         const bool absent = at < 0;
         if (absent && (at = place_for(ids[i])) == kHot) {

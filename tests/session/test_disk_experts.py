@@ -21,7 +21,7 @@ from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.model import block_layout, quant
 from thermocline.model.modes import SPARSITIES
-from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER
+from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, Router
 from thermocline.ops.cpu import disk_error, native_rule
 
 F32 = NDArray[np.float32]
@@ -30,6 +30,7 @@ EXPERTS, ACTIVE = 12, 3
 DEPTH, PIECE = 8, 16384
 NAMES = ("blk.3.ffn_gate_exps.weight", "blk.3.ffn_up_exps.weight", "blk.3.ffn_down_exps.weight")
 PLAIN = _native.Join(None, 1.0)
+SCALES: F32 = np.linspace(1, 2, EXPERTS, dtype=np.float32)  # of experts, where a router has some
 
 
 def aligned(n: int, to: int = 64) -> int:
@@ -76,6 +77,7 @@ class Model:
     bias: bool
     shared: bool
     rng: int = 11
+    router: Router = PLAIN_ROUTER
 
     @property
     def offsets(self) -> list[int]:
@@ -190,7 +192,8 @@ def mixture(m: Model, matrices: Sequence[Sequence[_native.Matrix]], disk: _nativ
         experts=experts,
         active=ACTIVE,
         join=PLAIN,
-        rule=native_rule(PLAIN_ROUTER),
+        rule=native_rule(m.router),
+        expert_scale=SCALES if m.router.expert_scale else None,
         shared=ffn(*every, wide) if m.shared else None,
         disk=disk,
     )
