@@ -116,6 +116,8 @@ class LLM:
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk; of a mixture, experts
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
+    read_budget  MB that a token of an answer may read of experts on disk; beyond that those with little
+               weight are left out, and answers are not exact; None: it reads all that it needs
     cache_type_k  of keys: "f16", "q8_0" (53 % of its memory) or "q4_0" (28 %)
     cache_type_v  of values: the same
     gpu        "off"; "auto": a GPU if there is one and it helps; or its number, "0", or several, "0,1". What

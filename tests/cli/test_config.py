@@ -104,6 +104,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "vram": ("11.5", 11.5),
     "hottest_first": ("1", True),
     "ram": ("64", 64.0),
+    "read_budget": ("30", 30.0),
     "disable": ("cache,pipeline", ("cache", "pipeline")),
     "batch": ("4", 4),
     "hardware": ("hw.json", "hw.json"),

@@ -64,6 +64,7 @@ OUR_KEYS = {
         "tokens",
     ),
     *("cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"),
+    *("read_budget_mb", "disk_left_out_per_token"),
     *("token_ms_p99", "memory_bytes", "disk", "vram_bytes", "disabled"),
 }
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import test_disk_experts as core
+import test_synth
+import tiny
 from test_disk_experts import ACTIVE, EXPERTS, F32, Bound
 
-from thermocline import _native
+from thermocline import LLM, SamplingParams, _native
+from thermocline.errors import UsageError
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import Router
+from thermocline.pack.pack import Pack
+from thermocline.plan.budget import Decision
+from thermocline.plan.disk import expert_split
+from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, least_bytes, placed
+from thermocline.plan.memory import GIB, others_of
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
+Run = Callable[..., Any]
+TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 RULES = {
     "chosen": (Router(), True),
     "normalised": (Router(score="sigmoid", weights="normalised", epsilon=1e-20), True),
@@ -201,3 +216,195 @@ def test_a_read_only_step_has_the_bits_of_memory_and_leaves_no_trace(tmp_path: P
 
     plain = misses(between=False)
     assert misses(between=True) == plain and sum(plain) > 10
+
+
+# ---- a session
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack of a mixture with a tokenizer."""
+    from thermocline.cli import main
+
+    base = tmp_path_factory.mktemp("budget")
+    config = test_synth.config_file(base, "qwen3-30b-a3b", num_experts=32)
+    assert main.main(["synth", str(config), "--format", "q4_0", "-o", str(base / "pack"), "-q"]) == 0
+    tiny.tokenizer().save(str(base / "pack" / "tokenizer.json"))
+    return base / "pack"
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of a small model are smaller than its experts."""
+    monkeypatch.setattr(expert_split, "PIECE_BYTES", 20 << 10)
+    monkeypatch.setattr(expert_split, "DEPTH", 8)
+
+
+def opened(path: Path, read_budget: float | None, slots: int = 6, **asked: Any) -> Session:
+    """A session with so many slots for the experts of each layer."""
+    model, options = Pack.open(path), EngineOptions(context=64, threads=2, read_budget=read_budget, **asked)
+    m = Mixture(model.spec, model.tensors)
+    split = ExpertSplit({}, dict.fromkeys(m.records, slots), m)
+    return Session(model, options, Decision(placed(split, 64, 4 * 64), mixture=m))
+
+
+def prompts(n: int) -> list[list[int]]:
+    return [[(7 * i + i * i + 31 * k) % 256 for i in range(10 + k)] for k in range(n)]
+
+
+def generated(session: Session, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
+    engine = session.load()
+    request = engine.submit(prompt, params)
+    while engine.step():
+        pass
+    return request.completion()
+
+
+def test_a_budget_that_bears_all_changes_no_bit(path: Path) -> None:
+    with opened(path, None) as plain, opened(path, 1e6) as bounded:
+        for prompt in prompts(2):
+            exact, done = generated(plain, prompt), generated(bounded, prompt)
+            assert done.figures.logits_hash == exact.figures.logits_hash
+            assert done.figures.disk.left_out == 0 < done.figures.disk.missed
+
+
+@pytest.mark.parametrize("chats", [1, 3, 6])
+def test_no_token_of_an_answer_reads_more(chats: int, path: Path) -> None:
+    """Several chats at once read as many times more. Prompts read all that they need."""
+    mb = 0.15  # an expert of this model is read in 0.12 MB, a layer's part is a third of one
+    with opened(path, mb, max_batch=8) as session:
+        engine, read, left = session.load(), [], 0
+        assert session.store is not None
+        requests = [engine.submit(p, GREEDY) for p in prompts(chats)]
+        while not all(r.computed >= r.n_prompt for r in requests):
+            engine.step()
+        while engine.running:
+            before, answers = session.store.counts(), len(engine.running)
+            engine.step()
+            found = session.store.counts().since(before)
+            assert found.bytes <= mb * 1e6 * answers
+            read.append(found.bytes)
+            left += found.left_out
+        assert left > 0 and max(read) > 0.5 * mb * 1e6 * chats, "it is used"
+
+
+def test_prompts_are_not_cut(path: Path) -> None:
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    with opened(path, None) as plain, opened(path, 0.0) as bounded:
+        for prompt in [[5], *prompts(2)]:  # one token is a prompt, too
+            exact, done = generated(plain, prompt, first), generated(bounded, prompt, first)
+            assert done.figures.logits_hash == exact.figures.logits_hash
+
+
+def test_nothing_is_read_for_answers_with_a_budget_of_0(path: Path) -> None:
+    with opened(path, 0.0) as session:
+        disk = generated(session, prompts(1)[0]).figures.disk
+    assert (disk.bytes, disk.reads, disk.missed) == (0, 0, 0) and disk.left_out > 0 and disk.hit_rate < 1
+
+
+def test_equal_histories_give_equal_tokens_and_others_need_not(path: Path) -> None:
+    """What is left out depends on what is in memory, so on what the session has computed before."""
+    found = []
+    for before in ([1], [1], [2]):
+        with opened(path, 0.2) as session:
+            for k in before:
+                generated(session, prompts(3)[k])
+            done = generated(session, prompts(1)[0])
+            found.append((done.token_ids, done.figures.logits_hash))
+    assert found[0] == found[1] != found[2]
+
+
+# ---- what people see
+
+
+def ram(path: Path) -> float:
+    """GiB with room for about half of the experts."""
+    model = Pack.open(path)
+    m, others = (
+        Mixture(model.spec, model.tensors),
+        others_of(model.spec, context=64, kv_tokens=64, max_batch=1, threads=2),
+    )
+    return (least_bytes(m, others) + m.bytes // 3) / GIB
+
+
+def test_run_says_that_its_answer_is_not_exact_and_what_was_left_out(path: Path, thermocline: Run) -> None:
+    asked = [
+        "run",
+        "-m",
+        path,
+        "--ram",
+        f"{ram(path):.4f}",
+        "-c",
+        "64",
+        "-t",
+        "2",
+        "-n",
+        "20",
+        "--ignore-eos",
+    ]
+    asked += ["--temp", "0", "--read-budget", "0.1", "Once upon"]
+    told = thermocline(*asked, "--json")
+    figures = json.loads(told.out)
+    assert figures["read_budget_mb"] == 0.1 and figures["disk_left_out_per_token"] > 0
+    assert figures["disk_bytes_per_token"] <= 0.1e6 and 0 < figures["cache_hit_rate"] < 1
+    (said,) = (line for line in told.err.splitlines() if "not exact" in line)
+    assert "left out where a token would read more than 0.1 MB" in said
+    assert "experts a token left out" in told.err
+    plain = json.loads(thermocline(*asked[:-3], asked[-1], "--json").out)
+    assert plain["read_budget_mb"] is None and plain["disk_left_out_per_token"] == 0
+
+
+def test_bench_counts_them(path: Path, thermocline: Run) -> None:
+    asked = [
+        "bench",
+        "-m",
+        path,
+        "--ram",
+        f"{ram(path):.4f}",
+        "-p",
+        "0",
+        "-n",
+        "16",
+        "-r",
+        "1",
+        "-t",
+        "2",
+        "-q",
+    ]
+    row = json.loads(thermocline(*asked, "--read-budget", "0.1", "-o", "jsonl").out.splitlines()[-1])
+    assert row["read_budget_mb"] == 0.1 and row["disk_left_out_per_token"] > 0
+    table = thermocline(*asked, "--read-budget", "0.1").out
+    assert "left out" in table and "not exact: 0.1 MB a token at most" in table
+    assert "left out" not in thermocline(*asked).out
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "why"),
+    [
+        ("mistral-7b", "silu", "a token needs all of this model"),
+        ("llama-2-7b", "relu", "only whole experts can be left out"),
+    ],
+)
+def test_models_without_experts_to_leave_out_are_refused(
+    shape: str, activation: str, why: str, tmp_path: Path
+) -> None:
+    model = test_synth.make(tmp_path, shape, hidden_act=activation)
+    with pytest.raises(UsageError, match=f"^--read-budget 30: .*{why}.*; leave it out$"):
+        Session.open(model, EngineOptions(read_budget=30))
+
+
+def test_a_mixture_that_is_all_in_memory_says_that_nothing_is_left_out(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        LLM(path, read_budget=0.0, threads=2, context=64) as bounded,
+        LLM(path, threads=2, context=64) as plain,
+    ):
+        done = [x.generate("Once", GREEDY).figures.logits_hash for x in (bounded, plain)]
+    assert done[0] == done[1] and "all weights are in memory, so nothing is left out" in caplog.text
+
+
+@pytest.mark.parametrize("mb", [-1.0, float("nan"), float("inf")])
+def test_a_budget_is_a_number_of_megabytes(mb: float) -> None:
+    with pytest.raises(UsageError, match="read_budget is"):
+        EngineOptions(read_budget=mb)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from thermocline.cli.console import ProgressBar
 from thermocline.cli.environment import cache_dir
 from thermocline.cli.shared_options import (
+    bounded_reads,
     cache_directory,
     cache_type_keys,
     cache_type_values,
@@ -53,6 +54,7 @@ class GenerationOptions:
     ram: float | None = ram_limit()
     gpu: str = which_gpu()
     vram: float | None = gpu_memory()
+    read_budget: float | None = bounded_reads()
     disable: tuple[str, ...] = switched_off()
     cache_type_k: str = cache_type_keys()
     cache_type_v: str = cache_type_values()
@@ -173,6 +175,7 @@ def engine_options(o: GenerationOptions, max_batch: int) -> EngineOptions:
         gpu=o.gpu,
         vram=o.vram,
         disable=o.disable,
+        read_budget=o.read_budget,
         cache_type_k=o.cache_type_k,
         cache_type_v=o.cache_type_v,
     )

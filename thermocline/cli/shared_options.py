@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from thermocline.options import AS_FLAG, BY_POSITION, nonempty, one_of, opt, real, some_of, switch, whole
-from thermocline.session.options import ACTIVATIONS, CACHE_TYPES, FORMATS, SPARSITIES, SWITCHES
+from thermocline.session.options import ACTIVATIONS, CACHE_TYPES, FORMATS, MOST_READ, SPARSITIES, SWITCHES
 
 MODEL_HELP = (
     "A pack; a GGUF file, which runs in place; or a Hugging Face directory, packed once into the cache."
@@ -97,6 +97,15 @@ def switched_off() -> Any:
         "cache (neurons stay in memory), pipeline (computing while reading)."
     )
     return opt((), some_of(*SWITCHES), ",".join(SWITCHES), "Model", help, shown="nothing")
+
+
+def bounded_reads(help: str = "", group: str = "Model") -> Any:
+    help = help or (
+        "Megabytes that a token of an answer may read from disk, of a mixture whose experts are there. Those "
+        "beyond that are left out, least weight first, so answers are not exact: `thermocline eval "
+        "--read-budget` says how far off they are."
+    )
+    return opt(None, real(0, MOST_READ), "MB", group, help, shown="all that it needs")
 
 
 def ram_limit() -> Any:

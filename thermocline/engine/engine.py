@@ -104,6 +104,8 @@ class EngineSettings:
     prefill_chunk: int = PREFILL_CHUNK
     kv_tokens: int | None = None
     cache: CacheTypes = PLAIN  # of keys and values
+    # Told before each step how many tokens of answers it computes; 0: of prompts.
+    begin_step: Callable[[int], None] | None = None
 
 
 class Engine:
@@ -134,7 +136,7 @@ class Engine:
         self.spec, self.ops = spec, opaque(ops)
         self.model = bind(for_context(spec, context), weights, ops)
         self.context, self.max_batch, self.prefill_chunk = context, max_batch, chunk
-        self.sparsity = settings.sparsity
+        self.sparsity, self._begin_step = settings.sparsity, settings.begin_step
         self.tokenizer = tokenizer
         blocks = block_counts(spec, kv_tokens, context, chunk)
         self.kv = KVCache(spec, *blocks, chunk=chunk, types=settings.cache, storage=storage)
@@ -352,6 +354,8 @@ class Engine:
             s.start < s.request.n_prompt for s in spans
         )  # even their last few tokens are not guessed
         sparsity = "exact" if prompts and self.sparsity == "predict" else self.sparsity
+        if self._begin_step is not None:
+            self._begin_step(0 if prompts else len(spans))
         states = NO_STATES if self.kv.states is None else self.kv.states.layers
         self.computing = True
         try:

@@ -262,13 +262,13 @@ def disk_figures(f: Figures, threads: int) -> Json:
     A gate row on disk counts like a neuron.
     """
     keys = (
-        "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"
+        "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share",
+        "disk_left_out_per_token"
     )  # fmt: skip
     if f.disk is None or not f.tokens_per_s:
         return dict.fromkeys(keys)
     d, tokens = f.disk, f.tokens - 1
     seconds = tokens / f.tokens_per_s
-    hits = 1 - d.missed / d.needed if d.needed else None
-    waited = d.waited_ns / 1e9 / (threads * seconds)
-    figures = (hits, d.bytes / tokens, d.reads / tokens, d.bytes / seconds / 1e9, waited)
+    waited, left_out = d.waited_ns / 1e9 / (threads * seconds), d.left_out / tokens
+    figures = (d.hit_rate, d.bytes / tokens, d.reads / tokens, d.bytes / seconds / 1e9, waited, left_out)
     return dict(zip(keys, figures, strict=True))

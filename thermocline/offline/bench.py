@@ -449,6 +449,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "disk": None if session.store is None else session.store.how,
         "vram_bytes": None if plan is None else plan.used("gpu"),
         "disabled": ",".join(session.options.disable),
+        "read_budget_mb": session.options.read_budget,
     } | _gpu_facts(session)
 
 

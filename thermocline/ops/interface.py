@@ -383,6 +383,13 @@ class DiskCounts(NamedTuple):
     reads: int = 0
     bytes: int = 0
     waited_ns: int = 0  # of all threads, with nothing else to do
+    left_out: int = 0  # records that tokens asked for, but a read budget had nothing left for
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Return the share of the records found in memory, of those that were asked for; None: none was."""
+        asked = self.needed + self.left_out
+        return (self.needed - self.missed) / asked if asked else None
 
     def since(self, before: DiskCounts) -> DiskCounts:
         return DiskCounts(*(now - then for now, then in zip(self, before, strict=True)))

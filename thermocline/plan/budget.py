@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thermocline.errors import OutOfBudget
+from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
@@ -103,6 +103,19 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
         raise refused  # a small model: what reads from disk takes more than its neurons
     a = arrange(contents, needs.budget, others, limit=needs.limit)
     return Decision(in_part(a, context, kv_tokens), contents)
+
+
+def check_read_budget(spec: ModelSpec, mb: float) -> None:
+    """Raise UsageError where a token could leave out no whole expert, however much is on disk."""
+    kind = reads_from_disk(spec)
+    if kind == "experts":
+        return
+    why = (
+        "neurons of this model come from disk, and only whole experts can be left out"
+        if kind == "neurons"
+        else "a token needs all of this model, which has no experts to leave out"
+    )
+    raise UsageError(f"--read-budget {mb:g}: {why}; leave it out")
 
 
 def _experts_on_disk(

@@ -41,6 +41,22 @@ class ExpertStore:
 
 
 @dataclass(frozen=True)
+class ReadBudget:
+    """A bound on what steps read of the experts on disk, `token_bytes` for each token of an answer."""
+
+    files: _native.ExpertFiles
+    token_bytes: int
+
+    def begin_step(self, answers: int) -> None:
+        """Bound the step that begins, of so many answers' tokens. 0: of prompts, which read all they need."""
+        self.files.begin_step(answers * self.token_bytes if answers else None)
+
+    def begin_exact_step(self, answers: int) -> None:
+        """Let the step read all that it needs, and leave no trace of it in the caches."""
+        self.files.begin_step(read_only=True)
+
+
+@dataclass(frozen=True)
 class Places:
     """The places of all tensors in an arena; of an expert's matrices, those in the first slot of the pool."""
 

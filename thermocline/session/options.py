@@ -17,6 +17,7 @@ CACHE_TYPES = tuple(modes.CACHE_TYPES)
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
+MOST_READ = 1e9  # MB of a read budget
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class EngineOptions:
     gpu: str = "off"  # "off", "auto", a GPU's number, several with commas, or "stand-in"
     vram: float | None = None  # GiB of a GPU's memory that may be taken; None: what is free
     disable: Sequence[str] = ()  # parts of the disk tier to do without
+    read_budget: float | None = None  # MB of experts that a token reads from disk at most; lossy; None: all
 
     def __post_init__(self) -> None:
         _check_choice("sparsity", self.sparsity, SPARSITIES)
@@ -43,6 +45,8 @@ class EngineOptions:
             _check_choice(name, getattr(self, name), CACHE_TYPES)
         for name in ("threads", "context", "max_batch", "kv_tokens"):
             _check_count(name, getattr(self, name))
+        if self.read_budget is not None and not 0 <= self.read_budget <= MOST_READ:
+            raise UsageError(f"read_budget is {self.read_budget}; it must be 0 to {MOST_READ:.0e} MB")
         if self.gpu != "off" and self.disable:
             raise UsageError(
                 f"--gpu {self.gpu} with --disable {','.join(self.disable)}: the disk tier's parts are "
@@ -87,6 +91,7 @@ class Keywords(TypedDict, total=False):
     gpu: str
     vram: float | None
     disable: Sequence[str]
+    read_budget: float | None
     cache_type_k: str
     cache_type_v: str
     format: str | None

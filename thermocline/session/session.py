@@ -14,7 +14,7 @@ from thermocline.pack import blocks
 from thermocline.pack.checksums import open_checksums, verify_once
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
-from thermocline.plan.budget import Decision, Needs, all_in_ram, without_gpu
+from thermocline.plan.budget import Decision, Needs, all_in_ram, check_read_budget, without_gpu
 from thermocline.session import store, weights
 from thermocline.session.store import Opened
 from thermocline.session.weights import BegunLoad
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from thermocline.plan.disk.disk_split import Arrangement
     from thermocline.plan.placement import Placement
     from thermocline.plan.planner import Plan
+    from thermocline.session.expert_store import ReadBudget
     from thermocline.session.gpu_tier import Gpus
     from thermocline.session.options import EngineOptions
     from thermocline.session.store import OnDisk
@@ -74,6 +75,8 @@ class Session:
         Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
         """
         options.cache.check(pack.spec.head_dim, pack.spec.latent is not None)
+        if options.read_budget is not None:
+            check_read_budget(pack.spec, options.read_budget)
         predictors = predictors_for(pack, options.sparsity)
         if predictors is not None and (measured := measured_on(predictors.report)):
             log.info(measured)
@@ -131,6 +134,11 @@ class Session:
         """Return what comes from disk; None before the weights are read, and where all is in memory."""
         return None if self._opened is None else self._opened.store
 
+    @property
+    def read_budget(self) -> ReadBudget | None:
+        """The bound on reads of experts; None where there is none, or nothing to bound. Reads the weights."""
+        return self._open().read_budget
+
     def begin(self) -> None:
         """Begin to read the weights, where all of them go to RAM. What is wrong with them, `load` says.
 
@@ -146,12 +154,18 @@ class Session:
         """Return the engine; read the weights where that was not done yet. `tokenizer`: for texts."""
         if self._engine is None:
             opened, o = self._open(), self.options
+            budget = opened.read_budget
             self._engine = Engine(
                 self.pack.spec,
                 opened.loaded.weights,
                 opened.loaded.ops,
                 EngineSettings(
-                    self.context, o.max_batch, o.sparsity, kv_tokens=self.placement.kv_tokens, cache=o.cache
+                    self.context,
+                    o.max_batch,
+                    o.sparsity,
+                    kv_tokens=self.placement.kv_tokens,
+                    cache=o.cache,
+                    begin_step=None if budget is None else budget.begin_step,
                 ),
                 tokenizer=tokenizer,
                 storage=opened.storage,
@@ -208,7 +222,8 @@ class Session:
             there, experts = store.load_experts(
                 self.pack, split, threads=threads, predictors=predictors, disable=disable, progress=loading
             )
-            return Opened(there.opaque(), experts)
+            budget = store.read_budget(experts, self.options.read_budget)
+            return Opened(there.opaque(), experts, read_budget=budget)
         if (rows := self.decision.rows) is not None:
             there, stream = store.load_rows(self.pack, rows, threads=threads, progress=loading)
             return Opened(there.opaque(), stream)
@@ -221,7 +236,9 @@ class Session:
         return Opened(made.opaque(), on_disk)
 
     def _report(self, opened: Opened) -> None:
-        a, d = self.arrangement, self.decision
+        a, d, o = self.arrangement, self.decision, self.options
+        if o.read_budget is not None:
+            log.warning(read_budget_line(o.read_budget, opened.store is not None))
         if opened.store is None:
             return
         shares = {"neurons": a, "experts": d.experts, "FFNs' rows": d.rows}
@@ -235,7 +252,7 @@ class Session:
                 "they are in no order of hotness: "
                 f"`thermocline profile {self.pack.path}` makes this much faster"
             )
-        if (batch := self.options.max_batch) > 1:
+        if (batch := o.max_batch) > 1:
             log.info(
                 f"up to {batch} answers are computed together, as long as all of them fit in "
                 f"{self.placement.kv_tokens} positions of keys and values "
@@ -271,6 +288,15 @@ class Session:
 
 
 # ---- choosing
+
+
+def read_budget_line(mb: float, from_disk: bool) -> str:
+    if not from_disk:
+        return f"--read-budget {mb:g}: all weights are in memory, so nothing is left out"
+    return (
+        f"--read-budget {mb:g}: answers are not exact: experts that are not in memory are left out where a "
+        f"token would read more than {mb:g} MB"
+    )
 
 
 def threads_of(options: EngineOptions) -> int:

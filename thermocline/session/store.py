@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from thermocline.pack.stored_model import Progress, StoredModel
     from thermocline.plan.disk.dense_split import DenseSplit
     from thermocline.plan.disk.expert_split import ExpertSplit
+    from thermocline.session.expert_store import ExpertStore, ReadBudget
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def load_experts(
     predictors: Predictors | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
-) -> tuple[LoadedWeights[CpuOps], OnDisk]:
+) -> tuple[LoadedWeights[CpuOps], ExpertStore]:
     """Do as `load`, with whole experts in place of neurons."""
     made, there = expert_store.load(
         model, s, threads=threads, switches=switches_of(disable), progress=progress
@@ -81,6 +82,11 @@ def load_experts(
     if predictors is not None:
         made = replace(made, weights=weights.with_predictors(made.weights, predictors))
     return made, there
+
+
+def read_budget(there: ExpertStore, mb: float | None) -> ReadBudget | None:
+    """Return the budget of so many MB for each token of an answer; None: there is none."""
+    return None if mb is None else expert_store.ReadBudget(there.files, int(mb * 1e6))
 
 
 def load_rows(
@@ -153,6 +159,7 @@ class Opened:
     loaded: LoadedWeights[OpaqueOps]
     store: OnDisk | None = None  # where a part of the FFNs comes from disk
     storage: Storage = in_ram  # of keys and values
+    read_budget: ReadBudget | None = None  # where one was asked for, and experts are on disk
 
 
 def load(

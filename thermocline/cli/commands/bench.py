@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
+    bounded_reads,
     cache_directory,
     cache_type_keys,
     cache_type_values,
@@ -51,6 +52,7 @@ class BenchOptions:
     ram: float | None = ram_limit()
     gpu: str = which_gpu()
     vram: float | None = gpu_memory()
+    read_budget: float | None = bounded_reads()
     disable: tuple[str, ...] = switched_off()
     cache_type_k: str = cache_type_keys()
     cache_type_v: str = cache_type_values()
@@ -162,6 +164,7 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
         sparsity=o.sparsity,
         ram=o.ram,
         disable=o.disable,
+        read_budget=o.read_budget,
         gpu=o.gpu,
         vram=o.vram,
         cache_type_k=o.cache_type_k,
@@ -226,12 +229,16 @@ DISK_COLUMNS: tuple[BenchColumn, ...] = (
     ("waiting", 7, lambda r: _known(r["disk_wait_share"], "{:.1%}")),
     ("P99 ms", 8, lambda r: _known(r["token_ms_p99"], "{:.2f}")),
 )
+BUDGET_COLUMNS: tuple[BenchColumn, ...] = (
+    ("left out", 8, lambda r: _known(r["disk_left_out_per_token"], "{:.2f}")),
+)
 
 
 def bench_markdown(rows: Rows) -> Iterator[str]:
     last = None
     for row in rows:
         columns = BENCH_COLUMNS if row["disk"] is None else BENCH_COLUMNS + DISK_COLUMNS
+        columns += () if row["disk"] is None or row["read_budget_mb"] is None else BUDGET_COLUMNS
         if last is None:
             yield markdown_row(f"{title:{_align(width)}}" for title, width, _ in columns)
             yield markdown_row("-" * (abs(w) - 1) + ("-" if w < 0 else ":") for _, w, _ in columns)
@@ -243,6 +250,8 @@ def bench_markdown(rows: Rows) -> Iterator[str]:
         if last["disk"] is not None:
             facts += [f"{size(last['memory_bytes'])} in all, the rest on disk: {last['disk']}"]
             facts += [f"without {last['disabled']}"] if last["disabled"] else []
+            if last["read_budget_mb"] is not None:
+                facts += [f"not exact: {last['read_budget_mb']:g} MB a token at most"]
         yield f"\n{' · '.join(facts)}\nbuild: {last['build_commit']} ({last['build_number']})\n"
 
 

@@ -196,6 +196,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "token_ms_p99": f.token_ms_p99,
         "memory_bytes": llm.memory_bytes,
         "disk": None if llm.session.store is None else llm.session.store.how,
+        "read_budget_mb": llm.session.options.read_budget,
         "placement": llm.session.placement.json(),
         "gpu": None if llm.session.plan is None else gpu_figures(llm.session.plan),
         **disk_figures(f, llm.threads),
@@ -249,4 +250,7 @@ def _disk_words(f: dict[str, Any]) -> list[str]:
     hits = "nothing asked for" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.1%} in memory"
     speed = f"disk {f['disk_bytes_per_token'] / 1e6:.3g} MB/token, {f['disk_gb_per_s']:.2g} GB/s"
     mean, p99 = 1e3 / f["tokens_per_s"], f["token_ms_p99"]
-    return [hits, speed, f"waiting {f['disk_wait_share']:.0%}", f"{mean:.3g} ms a token, P99 {p99:.3g}"]
+    words = [hits, speed, f"waiting {f['disk_wait_share']:.0%}", f"{mean:.3g} ms a token, P99 {p99:.3g}"]
+    if f["read_budget_mb"] is not None:
+        words.append(f"{f['disk_left_out_per_token']:.3g} experts a token left out")
+    return words

@@ -76,7 +76,7 @@ def report(a: ActivityReport) -> dict[str, Any]:
 def _disk(a: ActivityReport) -> dict[str, Any] | None:
     if a.disk is None:
         return None
-    found = 1 - a.disk.missed / a.disk.needed if a.disk.needed else None
+    found = a.disk.hit_rate
     return {
         "gb_per_s": _rounded(a.disk.bytes / a.seconds / 1e9),
         "hit_rate": None if found is None else _rounded(found),
