@@ -17,8 +17,10 @@ from test_disk_experts import ACTIVE, EXPERTS, F32, Bound
 
 from thermocline import LLM, SamplingParams, _native
 from thermocline.errors import UsageError
+from thermocline.machine import hardware
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import Router
+from thermocline.offline import evaluate
 from thermocline.pack.pack import Pack
 from thermocline.plan.budget import Decision
 from thermocline.plan.disk import expert_split
@@ -28,6 +30,7 @@ from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
 Run = Callable[..., Any]
+TEXT = "Once upon a time there was a little girl called Lily. She had a red ball and a dog. " * 8
 TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 RULES = {
@@ -376,6 +379,38 @@ def test_bench_counts_them(path: Path, thermocline: Run) -> None:
     table = thermocline(*asked, "--read-budget", "0.1").out
     assert "left out" in table and "not exact: 0.1 MB a token at most" in table
     assert "left out" not in thermocline(*asked).out
+
+
+def test_eval_measures_how_far_off_answers_are(
+    path: Path, tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less divergence the more may be read, none if that is all; the base is the exact run."""
+    monkeypatch.setattr(evaluate, "LOGITS", 1 << 16)
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    asked = ["eval", "-m", path, "-f", text, "-c", "32", "--chunks", "2", "-t", "2", "--json", "-q"]
+    exact = json.loads(thermocline(*asked).out)
+    assert exact["read_budget_mb"] is None
+    monkeypatch.setattr(hardware, "available_bytes", lambda: int(ram(path) * GIB) + (1 << 20))
+    found = [json.loads(thermocline(*asked, "--read-budget", mb).out) for mb in ("0", "0.2", "1000")]
+    kld = [f["against"]["kld"]["value"] for f in found]
+    left = [f["disk_left_out_per_token"] for f in found]
+    assert kld[0] > kld[1] > kld[2] == 0 and left[0] > left[1] > left[2] == 0
+    for f in found:
+        assert f["against"]["perplexity"]["value"] == exact["perplexity"]["value"]
+    assert found[2]["perplexity"]["value"] == exact["perplexity"]["value"]
+    said = thermocline(*asked[:-2], "--read-budget", "0.2", "-q").out
+    assert "0.2 MB a token; " in said and "experts a token left out" in said and "mean KLD" in said
+
+
+def test_eval_refuses_what_would_measure_nothing(path: Path, tmp_path: Path, thermocline: Run) -> None:
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    asked = ["eval", "-m", path, "-f", text, "-c", "32", "--read-budget", "1"]
+    told = thermocline(*asked)
+    assert told.code == 2 and "all weights are in memory, so nothing is left out" in told.err
+    told = thermocline(*asked, "--against", "off")
+    assert told.code == 2 and "leave out --against off" in told.err
 
 
 @pytest.mark.parametrize(

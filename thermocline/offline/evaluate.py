@@ -111,6 +111,7 @@ class Reader:
     model    from `decoder.bind`, with `for_context`; readers may share it, and `ops`
     step     tokens of a window in a forward pass; None: as many as the mode allows
     types    of keys and values
+    begin_step  told before each forward pass how many tokens it reads as answers' tokens; 0: as a prompt
     """
 
     def __init__(
@@ -123,13 +124,14 @@ class Reader:
         side: int = 1,
         step: int | None = None,
         types: CacheTypes = PLAIN,
+        begin_step: Callable[[int], None] | None = None,
     ) -> None:
         check_context(model.spec, context)
         assert 1 <= side <= FEW
         self.model, self.ops, self.context, self.sparsity, self.side = model, ops, context, sparsity, side
         self.step = step or (1 if sparsity == "predict" else PIECE // side)
         assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
-        self.stats = FFNStats()
+        self.stats, self._begin_step = FFNStats(), begin_step
         self._kv = KVCache(model.spec, side * blocks_for(context), types=types)
         self._states = StateTurns(model.spec, side)
         self._tables = [self._kv.open([]) for _ in range(side)]
@@ -166,6 +168,8 @@ class Reader:
             state_from=state_from,
             state_to=state_to,
         )
+        if self._begin_step is not None:
+            self._begin_step(ids.size if wanted else 0)
         layers = self._states.layers
         return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats, states=layers)
 

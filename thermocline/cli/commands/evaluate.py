@@ -13,6 +13,7 @@ from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
     HUB_HELP,
+    bounded_reads,
     cache_type_keys,
     cache_type_values,
     json_output,
@@ -65,6 +66,11 @@ class EvalOptions:
         shown="the whole text"
     )  # fmt: skip
 
+    read_budget: float | None = bounded_reads(
+        "Compare predictions whose tokens read at most so many megabytes of experts from disk, and leave out "
+        "what is more, with those of the same model that reads all it needs.",
+        "Comparison",
+    )
     against: str | None = opt(
         None, nonempty, "exact|off|PATH", "Comparison",
         "Compare predictions with those of this sparsity, or of another model with the same tokens. Its "
@@ -84,7 +90,11 @@ def evaluate(o: EvalOptions) -> int:
     with ProgressBar(quiet=o.quiet) as progress:
         sides = _sides(o, progress)
         texts = _texts(o, sides)
-        readers = _readers(sides, o.ctx, threads, progress)
+        left_out = None
+        if o.read_budget is None:
+            readers = _readers(sides, o.ctx, threads, progress)
+        else:
+            readers, left_out = _bounded_readers(sides, o.ctx, threads, o.read_budget, progress)
         begin = time.perf_counter()
         bar = partial(progress.at, "evaluating", unit=" windows")
         about, windows, interrupted = _measured(readers, texts, bar)
@@ -102,6 +112,8 @@ def evaluate(o: EvalOptions) -> int:
     } | about
     if len(sides) == 2:
         facts["against"] |= {"model": str(sides[1].pack.path), "sparsity": sides[1].sparsity}
+    facts["read_budget_mb"] = o.read_budget
+    facts["disk_left_out_per_token"] = None if left_out is None else left_out() / facts["tokens"]
     seconds = time.perf_counter() - begin
     facts |= {"seconds": seconds, "tokens_per_s": windows * o.ctx / seconds}
     facts |= {"isa": hardware.isa().chosen, "threads": threads}
@@ -143,6 +155,13 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
 def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
     types = CacheTypes(o.cache_type_k, o.cache_type_v)
     own = Side.of(find_model(o.model, progress, activation=o.activation), o.sparsity, types)
+    if o.read_budget is not None:
+        if o.against not in (None, "exact"):
+            raise UsageError(
+                f"--read-budget is compared with the same model that reads all it needs; leave out "
+                f"--against {o.against}"
+            )
+        return [own, Side.of(own.pack, "exact")]
     if o.against is None:
         return [own]
     if o.against not in SPARSITIES:
@@ -219,6 +238,56 @@ def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progre
     ]
 
 
+def _bounded_readers(
+    sides: Sequence[Side], context: int, threads: int, read_budget: float, progress: ProgressBar
+) -> tuple[list[Reader], Callable[[], int]]:
+    """Return a reader that leaves out experts, and one of the same session that reads all of them.
+
+    Both have the cache that the first one fills. The second takes what is there and changes nothing. The
+    function counts the experts that were left out.
+    """
+    from thermocline.engine.decoder import bind, for_context
+    from thermocline.machine import hardware
+    from thermocline.offline import evaluate
+    from thermocline.session.options import EngineOptions
+    from thermocline.session.session import Session
+
+    own, base = sides
+    free = hardware.available_bytes()
+    options = EngineOptions(
+        sparsity=own.sparsity,
+        threads=threads,
+        context=context,
+        max_batch=2,  # states and, in f16, keys and values of both
+        kv_tokens=2 * context,
+        ram=None if free is None else (free - 2 * 4 * evaluate.LOGITS) / 2**30,
+        read_budget=read_budget,
+    )
+    session = Session.open(own.pack, options, progress=progress.at)
+    if not session.from_disk:
+        raise UsageError(
+            f"--read-budget {read_budget:g}: all weights are in memory, so nothing is left out and there is "
+            "nothing to measure"
+        )
+    loaded, budget = session.loaded, session.read_budget
+    assert budget is not None and session.store is not None, "experts are on disk, and bounded"
+    model, ops, store = (
+        bind(for_context(own.pack.spec, context), loaded.weights, loaded.ops),
+        loaded.ops,
+        session.store,
+    )
+    readers = [
+        evaluate.Reader(
+            model, ops, context=context, sparsity=own.sparsity, step=1, types=own.types,
+            begin_step=budget.begin_step,
+        ),
+        evaluate.Reader(
+            model, ops, context=context, sparsity=base.sparsity, begin_step=budget.begin_exact_step
+        ),
+    ]  # fmt: skip
+    return readers, lambda: store.counts().left_out
+
+
 def _measured(
     readers: Sequence[Reader], texts: I32, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Any], int, bool]:
@@ -260,6 +329,9 @@ def evaluation_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         guessed = f["predicted_fraction"]
         more = "" if guessed is None else f"; {percent(guessed)} predicted and their gates computed"
         rows.append(("active", f"{percent(f['active_fraction'])} of neurons{more}"))
+    if f["read_budget_mb"] is not None:
+        left = f"{f['disk_left_out_per_token']:.3g} experts a token left out"
+        rows.append(("read budget", f"{f['read_budget_mb']:g} MB a token; {left}"))
     several = "s" * (f["threads"] > 1)
     rows.append(("speed", f"{f['tokens_per_s']:.0f} tok/s, {f['isa']}, {f['threads']} thread{several}"))
     if "against" not in f:
