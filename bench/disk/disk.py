@@ -97,6 +97,7 @@ def rounds(args: argparse.Namespace, limit: float, tokens: Path) -> Iterator[dic
             "memory_bytes": rows[0]["memory_bytes"],
             "charged_bytes": max(row["charged_bytes"] for row in rows),
             "disk": rows[0]["disk"],
+            "planted": rows[0]["planted"],
             "plan": plan,
             "llama_ts": [row["avg_ts"] for row in llama],
             "llama_charged_bytes": [row["charged_bytes"] for row in llama],
@@ -110,7 +111,8 @@ def show(row: dict[str, Any]) -> None:
         f"{row['limit_gib']:g} GiB, {row['variant']:11} {row['tok_s']:6.2f} tok/s  x{times:.1f}  hit "
         f"{row['cache_hit_rate']:.1%}  {row['disk_bytes_per_token'] / 1e6:.0f} MB/token  "
         f"{row['disk_gb_per_s']:.2f} GB/s  waiting {row['disk_wait_share']:.0%}  P99/mean "
-        f"{row['token_ms_p99'] / mean_ms:.2f}  charged {row['charged_bytes'] / GIB:.2f} GiB",
+        f"{row['token_ms_p99'] / mean_ms:.2f}  charged {row['charged_bytes'] / GIB:.2f} GiB  "
+        f"{row['planted'] or ''}",
         flush=True,
     )
 

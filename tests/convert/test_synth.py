@@ -22,7 +22,7 @@ from thermocline.errors import Unsupported, UsageError
 from thermocline.model import families, quant
 from thermocline.model.tensors import expected_tensors
 from thermocline.ops.interface import F32, Batch, FFNStats, Layer
-from thermocline.pack.pack import Pack, verify
+from thermocline.pack.pack import Pack, planting, verify
 from thermocline.session import weights
 
 Run = Callable[..., Any]
@@ -361,6 +361,15 @@ def test_a_sliding_window_and_a_threshold_are_kept(tmp_path: Path) -> None:
     pack = make(tmp_path, "llama-2-7b", active=0.11, **changes)
     assert pack.spec.activation_threshold == 0.5
     assert np.mean(run(pack)[1].counted) == pytest.approx(0.11, rel=0.1)
+
+
+def test_a_pack_says_how_kind_its_activity_is(tmp_path: Path) -> None:
+    easy, dense = make(tmp_path, "llama-2-7b", active=0.1).source, make(tmp_path, "llama-2-7b").source
+    assert planting(easy) == "random weights; neurons planted, easy"
+    assert planting(dense) == "random weights"
+    routed = easy | {"name": f"{easy['name']} routing qwen3-30b activity trained"}
+    assert planting(routed) == "random weights; neurons planted as trained; routing planted as trained"
+    assert planting({"kind": "huggingface", "name": "active"}) is None
 
 
 # ---- the power law

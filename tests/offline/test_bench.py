@@ -60,6 +60,7 @@ OUR_KEYS = {
         "rows_fraction",
         "predicted_fraction",
         "sparsity",
+        "planted",
         "isa",
         "tokens",
     ),

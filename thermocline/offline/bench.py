@@ -25,7 +25,7 @@ from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import CPU, opaque
-from thermocline.pack.pack import parts_of
+from thermocline.pack.pack import Pack, parts_of, planting
 from thermocline.pack.stored_model import StoredModel
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import FILE, Tokenizer, read_text
@@ -443,6 +443,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "type_k": session.options.cache_type_k,
         "type_v": session.options.cache_type_v,
         "tokens": bench.feed.name,
+        "planted": planting(pack.source) if isinstance(pack, Pack) else None,
         "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,
         "memory_bytes": session.memory_bytes,

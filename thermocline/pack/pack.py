@@ -213,6 +213,19 @@ def parts_of(model: StoredModel) -> dict[str, dict[str, int]]:
     }
 
 
+def planting(source: dict[str, str]) -> str | None:
+    """Say how kind the neurons and routers of a synthetic model are; None for another source."""
+    if source["kind"] != "random":
+        return None
+    name = f"{source['name']} "
+    kinds = ["random weights"]
+    if " active " in name:
+        kinds.append(f"neurons {'planted as trained' if ' activity trained ' in name else 'planted, easy'}")
+    if " routing " in name:
+        kinds.append("routing planted as trained")
+    return "; ".join(kinds)
+
+
 def inspect(pack: Pack) -> Json:
     """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
     specs, parts = pack.tensor_specs(), parts_of(pack)

@@ -247,6 +247,7 @@ def bench_markdown(rows: Rows) -> Iterator[str]:
     if last is not None:
         facts = [f"load {last['load_s']:.2f} s", f"peak {size(last['peak_rss_bytes'])}"]
         facts += [f"tokens: {last['tokens']}", last["sparsity"], last["isa"]]
+        facts += [last["planted"]] if last["planted"] else []
         if last["disk"] is not None:
             facts += [f"{size(last['memory_bytes'])} in all, the rest on disk: {last['disk']}"]
             facts += [f"without {last['disabled']}"] if last["disabled"] else []
