@@ -72,6 +72,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "active": ("0.2", 0.2),
     "skew": ("0.43", 0.43),
     "routing": ("qwen3-30b", "qwen3-30b"),
+    "activity": ("trained", "trained"),
     "depth": ("64", 64),
     "rank": ("96", 96),
     "BenchOptions.threads": ("1-3", (1, 2, 3)),

@@ -158,7 +158,7 @@ def test_every_kind_of_router_can_be_planted(shape: str, tmp_path: Path, thermoc
 
 def test_the_router_reads_columns_that_nothing_else_writes(tmp_path: Path) -> None:
     """FFNs leave both blocks alone, embeddings the slow one, attention the token's."""
-    model = synthetic.SyntheticModel.of(str(mixture(tmp_path)), 0, None, None, 64).routed("qwen3-30b")
+    model = synthetic.SyntheticModel.of(str(mixture(tmp_path)), 0, None, None, 64).planted("qwen3-30b")
     source, formats = RandomWeights(model.stats), ("f32", "q8_0", "q4_k", "mxfp4")
     for format in formats:
 

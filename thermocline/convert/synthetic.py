@@ -18,6 +18,7 @@ import numpy as np
 from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.convert.synthetic_weights import (
     ACTIVE,
+    ACTIVITIES,
     SKEW,
     SyntheticRouting,
     SyntheticSparsity,
@@ -92,6 +93,18 @@ def formats_named(name: str, spec: ModelSpec) -> tuple[str, dict[str, str]]:
     return main_format(name, formats), formats
 
 
+def sparsity_of(
+    shape: str, activity: str, active: float | None, skew: float | None
+) -> tuple[float | None, float | None]:
+    """Return (active, skew) as `SyntheticModel.of` takes them: a trained activity has its own.
+
+    Makers' figures (`TRAINED`) and given ones go before.
+    """
+    if (kind := ACTIVITIES.get(activity)) is None or (active is None and shape in TRAINED):
+        return active, skew
+    return kind.active if active is None else active, kind.skew if skew is None else skew
+
+
 @dataclasses.dataclass(frozen=True)
 class SyntheticModel:
     """A synthetic model before it is written: its name, its weights' statistics, its optional tensors."""
@@ -139,13 +152,25 @@ class SyntheticModel:
         stats = WeightStatistics.of(spec, seed, sparsity, GATE_BIAS in optional)
         return cls(label, stats, optional)
 
-    def routed(self, routing: str) -> SyntheticModel:
-        """Return the model with one of `ROUTINGS`, or "random". Raises Unsupported without routers."""
-        if routing == "random":
+    def planted(self, routing: str = "random", activity: str = "easy") -> SyntheticModel:
+        """Return the model with one of `ROUTINGS` and of `ACTIVITIES`, where other than "random" and "easy".
+
+        Raises Unsupported for a model without routers or another kind of gates, and UsageError.
+        """
+        s, said = self.stats, ""
+        said += "" if routing == "random" else f" routing {routing}"
+        said += "" if activity == "easy" else f" activity {activity}"
+        if not said:
             return self
-        s, biased = self.stats, GATE_BIAS in self.optional
-        stats = WeightStatistics.of(s.spec, s.seed, s.sparsity, biased, ROUTINGS[routing])
-        return dataclasses.replace(self, label=f"{self.label} routing {routing}", stats=stats)
+        stats = WeightStatistics.of(
+            s.spec,
+            s.seed,
+            s.sparsity,
+            GATE_BIAS in self.optional,
+            ROUTINGS.get(routing),
+            ACTIVITIES.get(activity),
+        )
+        return dataclasses.replace(self, label=self.label + said, stats=stats)
 
     def write(
         self,

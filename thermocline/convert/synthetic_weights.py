@@ -15,6 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.convert.synthetic_activity import AttentionColumns, SyntheticActivity, blocks_of
 from thermocline.errors import Unsupported, UsageError
 from thermocline.model.activations import activate, route
 from thermocline.model.spec import ModelSpec
@@ -38,6 +39,12 @@ MOODS = 3  # directions of moods, taken in turn with depth: near layers share mo
 # Variance that all layers together add to the residual stream. Attention averages values over positions:
 # about a tenth of its part is left in a context of a hundred tokens.
 FFN_ADDS, ATTENTION_ADDS, AVERAGED = 0.8, 0.2, 0.1
+# How neurons of trained models are active, fitted to the bundled model (docs/log/2026-11.md).
+ACTIVITIES = {a.name: a for a in (
+    SyntheticActivity(
+        "trained", active=0.05, skew=0.614, moods=0.06, attention=0.46, newest=0.295, lasting=0.37, noise=0.33
+    ),
+)}  # fmt: skip
 SILU_POWER = 0.355  # the mean square of silu(z) of a normal z
 
 
@@ -69,6 +76,30 @@ def activities(neurons: int, active: float, skew: float) -> F64:
             f"{HOT_SHARE:.0%} of activations in so few; try a larger --skew or a smaller --active"
         )
     return law(_bisect(share, HOT_SHARE, 0.0, steepest))
+
+
+def normal_activities(neurons: int, active: float, skew: float) -> F64:
+    """Return how often each neuron is active, hottest first [neurons], if gates' offsets are normal.
+
+    Mean and `skew` are as in `activities`. Raises UsageError if there are no such offsets.
+    """
+    normal = NormalDist()
+
+    def law(spread: float, count: int) -> F64:
+        mean = normal.inv_cdf(active) * math.sqrt(1 + spread**2)
+        z = (normal.inv_cdf((i + 0.5) / count) for i in reversed(range(count)))
+        return np.minimum(HOTTEST, [normal.cdf(mean + spread * v) for v in z])
+
+    def share(spread: float) -> float:
+        p = law(spread, 512)
+        return float(p[: round(skew * len(p))].sum() / p.sum())
+
+    if not share(0.0) < HOT_SHARE < share(8.0):
+        raise UsageError(
+            f"--active {active:g} --skew {skew:g}: no neurons with normal offsets make {HOT_SHARE:.0%} of "
+            "activations in so few; try a larger --skew or a smaller --active"
+        )
+    return law(_bisect(share, HOT_SHARE, 0.0, 8.0), neurons)
 
 
 def _bisect(f: Callable[[float], float], target: float, low: float, high: float) -> float:
@@ -133,6 +164,7 @@ class WeightStatistics:
     activities: F64
     quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; a single 0 if not sparse
     routing: SyntheticRouting | None = None  # the last two blocks of columns are its own
+    activity: SyntheticActivity | None = None  # attention has the last blocks of columns
 
     @classmethod
     def of(
@@ -142,6 +174,7 @@ class WeightStatistics:
         sparsity: SyntheticSparsity | None,
         gate_bias: bool,
         routing: SyntheticRouting | None = None,
+        activity: SyntheticActivity | None = None,
     ) -> WeightStatistics:
         """Derive the statistics. Raises UsageError or Unsupported if the sparsity does not fit the model."""
         drelu = spec.up_activation == "relu"
@@ -149,8 +182,11 @@ class WeightStatistics:
         if routing is not None:
             _check_routing(spec, sparsity is not None and gate_bias)
         if sparsity is not None:
-            _check(spec, sparsity, gate_bias, OWN if routing is not None else 0)
-            p = activities(spec.n_experts * spec.ffn_dim, sparsity.active, sparsity.skew)
+            if activity is not None:
+                _check_activity(spec, gate_bias, routing is not None)
+            _check(spec, sparsity, gate_bias, _own_blocks(spec, routing, activity))
+            law = activities if activity is None else normal_activities
+            p = law(spec.n_experts * spec.ffn_dim, sparsity.active, sparsity.skew)
             each = np.sqrt(p) if drelu else p  # gate and up are independent: both must be positive
             quantiles = np.array([NormalDist().inv_cdf(q) for q in each.tolist()])
         mean, square = _moments(spec.activation, spec.activation_bound, quantiles, spec.swiglu_alpha)
@@ -174,6 +210,7 @@ class WeightStatistics:
             activities=p,
             quantiles=quantiles,
             routing=routing,
+            activity=activity,
         )
 
     def down_sd(self, width: int, experts: int) -> float:
@@ -204,10 +241,36 @@ class WeightStatistics:
         grown = layer * (AVERAGED * ATTENTION_ADDS + FFN_ADDS)
         return math.sqrt(self.embed_sd**2 + grown / self.spec.n_layers)
 
+    @property
+    def own_blocks(self) -> int:
+        """Return how many of the last blocks of columns have a special role."""
+        return _own_blocks(self.spec, self.routing, self.activity)
+
+    @property
+    def attended(self) -> AttentionColumns:
+        """Return the columns that attention alone writes to, of a model with a trained activity."""
+        assert self.activity is not None
+        return AttentionColumns(self.spec.n_layers, self.activity.newest, self.embed_sd)
+
+    def stream(self, layer: int, attended: bool) -> tuple[float, float]:
+        """Describe the stream of a model with a trained activity before a layer, or behind its attention.
+
+        Return (the deviation of a column that is not attention's own, the stream's root mean square).
+        """
+        s, c = self.spec, self.constant_value
+        variance = self.embed_sd**2 + layer * FFN_ADDS / s.n_layers
+        own = self.attended.deviations(layer + attended)
+        plain = s.dim - BLOCK * (1 + len(own))
+        power = plain * variance + BLOCK * (c**2 + sum(d**2 for d in own))
+        return math.sqrt(variance), math.sqrt(power / s.dim)
+
     def normalised(self, layer: int) -> tuple[float, float]:
         """Describe the FFN norm's output: (deviation of a column over tokens, value of constant columns)."""
         if not self.constant:
             return 1.0, 0.0
+        if self.activity is not None:
+            deviation, rms = self.stream(layer, attended=True)
+            return deviation / rms, self.constant_value / rms
         s, c = self.spec, self.constant_value
         before = (s.mixer(i) for i in range(layer + 1))
         mixed = sum({"attention": AVERAGED, "none": 0.0}.get(kind, 1.0) for kind in before)
@@ -237,7 +300,7 @@ class WeightStatistics:
         """
         place = (MOODS - 1) * layer / max(1, self.spec.n_layers - 1) - np.arange(MOODS)
         near: F64 = np.cos(np.clip(place, -1.0, 1.0) * (math.pi / 2))  # squares add up to 1
-        return near * math.sqrt(MOOD_SHARE / BLOCK)
+        return near * math.sqrt((self.activity.moods if self.activity else MOOD_SHARE) / BLOCK)
 
     def column_sd(self, layer: int) -> F32:
         """Return the deviations of a gate row's weights by block of columns [blocks].
@@ -245,15 +308,21 @@ class WeightStatistics:
         `rank` columns have a large deviation; they are the same for all rows of a layer.
         """
         assert self.sparsity is not None
-        first = MOODS + (1 if self.constant else 0)
-        own = OWN if self.routing is not None else 0
-        usable, loud = self.spec.dim // BLOCK - first - own, self.sparsity.rank // BLOCK
-        noise = NOISE_SHARE if usable > loud else 0.0
+        first, moods = MOODS + (1 if self.constant else 0), MOOD_SHARE
+        own, brought, noisy = np.zeros(self.own_blocks), 0.0, NOISE_SHARE
+        if (a := self.activity) is not None:
+            moods, brought, noisy = a.moods, a.attention, a.noise
+            others, _ = self.stream(layer, attended=True)
+            block = self.attended.block(layer)
+            # Weights undo that these columns' deviation is not the others'.
+            own[block] = math.sqrt(brought / BLOCK) * others / self.attended.deviations(layer + 1)[block]
+        usable, loud = self.spec.dim // BLOCK - first - len(own), self.sparsity.rank // BLOCK
+        noise = noisy if usable > loud else 0.0
         sd = np.full(first + usable, math.sqrt(noise / (max(1, usable - loud) * BLOCK)))
         order = random_order(usable, self.seed, layer, 2)
-        sd[first + order[:loud]] = math.sqrt((1 - MOOD_SHARE - noise) / self.sparsity.rank)
+        sd[first + order[:loud]] = math.sqrt((1 - moods - brought - noise) / self.sparsity.rank)
         sd[first - MOODS : first] = self.moods(layer)
-        return np.concatenate([sd, np.zeros(own)]).astype(np.float32)
+        return np.concatenate([sd, own]).astype(np.float32)
 
     def truth(self) -> F32:
         """Return how often each neuron is meant to be active [n_layers, n_experts, ffn_dim]."""
@@ -274,6 +343,29 @@ def _check_routing(spec: ModelSpec, offsets_in_biases: bool) -> None:
         why = "its gates have biases, which a sparse model's offsets are; leave out --active or --routing"
     if why is not None:
         raise Unsupported(f"{spec.architecture}: no routing can be planted: {why}")
+
+
+def _own_blocks(spec: ModelSpec, routing: SyntheticRouting | None, activity: SyntheticActivity | None) -> int:
+    return (OWN if routing is not None else 0) + (blocks_of(spec.n_layers) if activity is not None else 0)
+
+
+def _check_activity(spec: ModelSpec, gate_bias: bool, routed: bool) -> None:
+    why = None
+    if gate_bias or spec.norm != "rms" or spec.norm_order != "pre" or spec.parallel:
+        why = "it needs gates without biases behind an RMS norm, and attention before the FFN"
+    elif spec.embed_scale != 1 or spec.residual_scale != 1:
+        why = "it needs a residual stream without scales"
+    elif spec.recurrent is not None or spec.no_ffn or spec.position != "rope" or spec.attention_gate:
+        why = "it needs attention with RoPE and an FFN in every layer, and no gates on attention"
+    elif any(shape.latent is not None for shape in spec.attentions):
+        why = "it needs attention without latents"
+    elif routed:
+        why = "routers that are planted have the same columns (--routing)"
+    if why is not None:
+        raise Unsupported(
+            f"{spec.architecture}: no trained activity can be planted: {why}; choose another shape, or leave "
+            "out --activity"
+        )
 
 
 def _check(spec: ModelSpec, sparsity: SyntheticSparsity, gate_bias: bool, own: int) -> None:

@@ -15,6 +15,7 @@ from thermocline.model.mixes import MIXES
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, switch, whole
 
 log = logging.getLogger(__name__)
+ACTIVITIES = ("trained",)  # synthetic_weights.ACTIVITIES, which needs numpy
 ROUTINGS = ("qwen3-30b", "gemma-4-26b", "gpt-oss-120b")  # synthetic.ROUTINGS, which needs numpy
 NAMES = tuple(dict.fromkeys([*MIXES, *FORMATS]))  # mixes, and formats that all matrices have
 
@@ -48,13 +49,18 @@ class SynthOptions:
     active: float | None = opt(
         None, real(0.001, 0.9), "X", "Sparsity",
         "Mean fraction of neurons active for a token; makes a dense shape a ReLU model.",
-        shown="0.1 for ReLU shapes, SmallThinker's 0.4; others stay dense"
+        shown="0.1 for ReLU shapes, SmallThinker's 0.4, 0.05 with --activity trained; others stay dense"
     )  # fmt: skip
     skew: float | None = opt(
         None, real(0.001, 0.8), "X", "Sparsity",
         "Fraction of a layer's neurons that makes 80% of the activations; OPT-30B has 0.26, a ReGLU 70B "
         "0.43.",
-        shown="0.26; SmallThinker's 0.55"
+        shown="0.26; SmallThinker's 0.55; 0.61 with --activity trained"
+    )  # fmt: skip
+    activity: str = opt(
+        "easy", one_of("easy", *ACTIVITIES), "NAME", "Sparsity",
+        "Which neurons a token needs: trained has what a trained model makes hard for caches, predictors and "
+        "early reads (its own --active and --skew too); easy has a few hot neurons, and each token by itself."
     )  # fmt: skip
     rank: int = opt(
         64, whole(32), "N", "Sparsity",
@@ -84,9 +90,10 @@ def synth(o: SynthOptions) -> int:
             if o.gguf
             else "nothing to write; give -o DIR for a pack, --gguf FILE for a GGUF file, or both"
         )
+    active, skew = synthetic.sparsity_of(o.shape, o.activity, o.active, o.skew)
     model = synthetic.SyntheticModel.of(
-        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation, o.layers
-    ).routed(o.routing)
+        o.shape, o.seed, active, skew, o.rank, o.hottest_first, o.activation, o.layers
+    ).planted(o.routing, o.activity)
     formats = synthetic.formats_named(o.format, model.stats.spec)
     if o.gguf is not None:
         to_gguf.check(model.stats.spec, model.optional, o.gguf, o.force)

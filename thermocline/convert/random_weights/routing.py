@@ -23,9 +23,13 @@ from thermocline.convert.synthetic_weights import (
     WeightStatistics,
     random_order,
 )
+from thermocline.model.spec import AttentionShape
 
 SHARP = 3.0  # the deviation of attention's scores: queries' part that is the same for all tokens
 KEPT = 0.36  # of the power of values, what attention this sharp keeps among a few hundred positions
+# Elements of a head before and from this part of a half on: with theta 10000, RoPE turns them once in 6 to
+# 250 tokens, and in 2000 and more.
+FAST, SLOW = 0.4, 0.625
 GATED = 0.29  # the mean square of sigmoid(z) of a normal z
 
 
@@ -52,18 +56,23 @@ def planted(stats: WeightStatistics, name: str, plain: Matrix) -> Matrix:
         case "router.weight":
             return _router(stats, layer)
         case "qkv.weight" | "q.weight" | "q_a.weight":
-            return Matrix(plain.sd, (_same_query(stats, layer, kind == "qkv.weight"),))
+            norm = _deviation(stats, layer) if stats.spec.norms_before else 1.0
+            return Matrix(plain.sd, (same_query(stats, layer, kind == "qkv.weight", norm),))
     return plain
 
 
 def vector(stats: WeightStatistics, name: str, values: F32, first: int) -> F32:
-    """Return a vector of a model with planted routing, from element `first` on."""
-    if stats.routing is None:
+    """Return a vector of a model with columns of its own, from element `first` on."""
+    if not stats.own_blocks:
         return values
     if name.endswith((".attn_out.bias", ".down.bias")):
         column = (first + np.arange(values.shape[-1])) // BLOCK
-        values[..., (column == 0) | (column >= stats.spec.dim // BLOCK - 2)] = 0
-    elif name.endswith(".selection_bias") and stats.spec.router.score == "softmax":
+        values[..., (column == 0) | (column >= stats.spec.dim // BLOCK - stats.own_blocks)] = 0
+    elif (
+        name.endswith(".selection_bias")
+        and stats.routing is not None
+        and stats.spec.router.score == "softmax"
+    ):
         values /= stats.spec.n_experts  # as are scores; else biases alone would choose
     elif name.endswith((".q_norm.weight", ".q_a_norm.weight")):
         values *= np.float32(_sharpness(stats, int(name.split(".")[1])))
@@ -92,8 +101,13 @@ def _router(stats: WeightStatistics, layer: int) -> Matrix:
     return Matrix(sd.astype(np.float32), (same.astype(np.float32),))
 
 
-def _same_query(stats: WeightStatistics, layer: int, fused: bool) -> F32:
-    """Return the weights of a query's rows on constant columns; 0 in rows of keys and values."""
+def same_query(stats: WeightStatistics, layer: int, fused: bool, norm: float, lasting: float = 0.0) -> F32:
+    """Return the weights of a query's rows on constant columns; 0 in rows of keys and values.
+
+    `norm` is what the norm before has divided these columns by. If `lasting` is given, such a share of the
+    heads has only elements that RoPE turns slowly: they look at the same tokens for hundreds of others. The
+    rest has only fast ones.
+    """
     s, shape = stats.spec, stats.spec.attention(layer)
     assert shape is not None
     if shape.latent is not None:
@@ -102,11 +116,26 @@ def _same_query(stats: WeightStatistics, layer: int, fused: bool) -> F32:
         rows = shape.heads * shape.head_dim
     order = random_order(rows, stats.seed, layer, 4)
     z = normal_values((order * 65536 // rows).astype(np.uint16))
-    norm = _deviation(stats, layer) if s.norms_before else 1.0
+    if lasting:
+        z *= _turning(shape, s.rotary_dim, lasting).reshape(-1)
     z *= np.float32(SHARP * norm / (BLOCK * stats.constant_value * s.embed_scale))
     if shape.latent is None and not s.qk_norms(layer):  # else the norm that follows has the sharpness
         z *= np.float32(_sharpness(stats, layer) / SHARP)
     return np.concatenate([z, np.zeros(shape.qkv_rows - rows, np.float32)]) if fused else z
+
+
+def _turning(shape: AttentionShape, rotary_dim: int | None, lasting: float) -> F32:
+    """Return factors for elements of queries [heads, head_dim]: 0 for those of another speed than the head.
+
+    The first heads have slow elements, the others fast ones. These grow, so that scores are as large.
+    """
+    half = (rotary_dim or shape.head_dim) // 2
+    place = np.arange(shape.head_dim)
+    speed = np.where(place < 2 * half, place % half / half, 1.0)  # 0 is the fastest, 1 does not turn
+    slow = np.arange(shape.heads)[:, None] < lasting * shape.heads
+    factors = np.where(slow, speed >= SLOW, speed < FAST).astype(np.float32)
+    factors /= np.sqrt(factors.mean(axis=1, keepdims=True))
+    return factors
 
 
 def _sharpness(stats: WeightStatistics, layer: int) -> float:

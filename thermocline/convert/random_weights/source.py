@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from thermocline.convert.random_weights import routing
+from thermocline.convert.random_weights import neurons, routing
 from thermocline.convert.random_weights.stored_rows import U8, Matrix, StoredRows, normal_values
 from thermocline.convert.synthetic_weights import BLOCK, F32, LOGIT_SD, WeightStatistics
 from thermocline.model.spec import ModelSpec
@@ -92,10 +92,12 @@ class RandomWeights:
 
     def _matrix(self, name: str) -> Matrix:
         """Describe a matrix that keeps the variance of its inputs (but not into the residual stream)."""
-        plain = self._unrouted(name)
+        plain = self._unplanted(name)
+        if self._stats.activity is not None:
+            return neurons.planted(self._stats, name, plain)
         return plain if self._stats.routing is None else routing.planted(self._stats, name, plain)
 
-    def _unrouted(self, name: str) -> Matrix:
+    def _unplanted(self, name: str) -> Matrix:
         stats, s = self._stats, self._stats.spec
         quiet = (_number(0),) if stats.constant else ()  # such a matrix leaves the constant columns alone
         kind = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
