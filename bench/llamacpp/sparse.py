@@ -45,10 +45,12 @@ def models(args: argparse.Namespace, fmt: str) -> tuple[Path, Path]:
     dense, layers = args.dense or args.shape, ("--layers", str(args.layers)) if args.layers else ()
     cut = f"-{args.layers}" if args.layers else ""
     pack, gguf = (args.dir / f"{called(shape)}{cut}-{fmt}" for shape in (args.shape, dense))
-    pack, gguf = pack.with_name(pack.name + "-sparse"), gguf.with_name(gguf.name + ".gguf")
+    kind = "-sparse" if args.activity == "easy" else f"-{args.activity}"
+    pack, gguf = pack.with_name(pack.name + kind), gguf.with_name(gguf.name + ".gguf")
     synth = [sys.executable, "-m", "thermocline", "synth"]
     if not pack.exists():
-        sh(*synth, args.shape, *layers, "--format", fmt, "-o", pack, "--active", str(args.active))
+        activity = ("--active", str(args.active), "--activity", args.activity)
+        sh(*synth, args.shape, *layers, "--format", fmt, "-o", pack, *activity)
     if not (pack / FILE).exists() and set(args.modes) & {"predict", "asked"}:
         command = [sys.executable, BENCH / "engine" / "synthetic_predictors.py", pack, "--kind", args.kind]
         sh(*command, "--rank", str(args.rank), "--missed", str(args.missed))
@@ -132,8 +134,9 @@ def row_of(
     return row
 
 
-def show(shape: str, fmt: str, row: dict[str, Any]) -> None:
-    print(f"{shape} {fmt}, {row['threads']} threads, roof {row['roof_gb_per_s']:.1f} GB/s")
+def show(shape: str, fmt: str, activity: str, row: dict[str, Any]) -> None:
+    planted = "planted, easy" if activity == "easy" else f"planted as {activity}"
+    print(f"{shape} {fmt}, {planted}, {row['threads']} threads, roof {row['roof_gb_per_s']:.1f} GB/s")
     for mode in (m for m in (*MODES, LLAMA) if m in row):
         r = row[mode]
         line = f"  {mode:10} {r['tok_s']:7.2f} tok/s  x{r['ratio']:.2f}"
@@ -156,6 +159,7 @@ def arguments() -> argparse.Namespace:
         "--modes", nargs="+", choices=MODES, default=list(MODES), help="asked needs predict and exact"
     )
     p.add_argument("--active", type=float, default=0.11)
+    p.add_argument("--activity", choices=["easy", "trained"], default="easy", help="how neurons are planted")
     p.add_argument("--kind", choices=["svd", "sign"], default="svd")
     p.add_argument("--rank", type=int, default=128)
     p.add_argument("--missed", type=float, default=0.005)
@@ -187,11 +191,12 @@ def main() -> None:
             np.array(random_tokens(spec, 1, args.gen + 2), np.int32).tofile(tokens)
             rows = rounds(args, pack, gguf, tokens)
         for row in rows:
-            show(called(args.shape), fmt, row)
+            show(called(args.shape), fmt, args.activity, row)
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             about = {"time": now, "shape": called(args.shape), "format": fmt, "commit": commit()}
             about |= {
-                key: getattr(args, key) for key in ("dense", "layers", "active", "kind", "rank", "missed")
+                key: getattr(args, key)
+                for key in ("dense", "layers", "active", "activity", "kind", "rank", "missed")
             }
             about |= {"cpu": hardware.cores().name, "llama": f"{PACKAGE} {VERSION}"}
             with args.json.open("a") as f:

@@ -88,5 +88,5 @@ def test_a_round_runs_every_mode_and_divides_rightly(
     assert row["llama.cpp"]["ratio"] == 1
     args.modes = ["exact"]
     (row,) = sparse.rounds(args, pack, pack / "weights.bin", tokens)
-    sparse.show("toy", "q8_0", row)
+    sparse.show("toy", "q8_0", "easy", row)
     assert "predictor_share" not in row and set(sparse.MODES) & row.keys() == {"exact"}
