@@ -52,7 +52,20 @@ def ours(args: argparse.Namespace, limit: float, without: str) -> dict[str, Any]
     if args.pack.is_file():
         drop_from_cache(args.pack)
     command = thermocline("bench", "-m", args.pack, "--sparsity", args.sparsity, "-t", args.threads, "-q")
-    command += ["-p", "0", "-n", str(args.gen), "-r", str(args.repeat), "-o", "json", "--ram", str(limit)]
+    command += [
+        "-p",
+        "0",
+        "-d",
+        str(args.depth),
+        "-n",
+        str(args.gen),
+        "-r",
+        str(args.repeat),
+        "-o",
+        "json",
+        "--ram",
+        str(limit),
+    ]
     command += ["--disable", without] if without else []
     with memory_limit(int(limit * GIB)) as group:
         said = subprocess.run(group.command([*command]), stdout=subprocess.PIPE, text=True, check=True)
@@ -126,6 +139,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--sparsity", default="predict")
     p.add_argument("--threads", type=int, default=hardware.default_threads())
     p.add_argument("--gen", type=int, default=128)
+    p.add_argument("--depth", type=int, default=0, help="tokens of context before ours generates")
     p.add_argument("--repeat", type=int, default=1, help="runs of each process")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--llama-gen", type=int, default=3)
