@@ -24,11 +24,9 @@ from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, blocks_for, bytes_for
 from thermocline.engine.sampler import check_finite
 from thermocline.engine.state_pool import StateTurns
-from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.formats import SMALL
+from thermocline.errors import UsageError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, FEW, I32, Batch, FFNStats
-from thermocline.plan.memory import GIB, runtime_bytes, scratch_bytes
 from thermocline.text.tokenizer import Tokenizer
 
 F64 = NDArray[np.float64]
@@ -69,32 +67,17 @@ def check_context(spec: ModelSpec, context: int) -> None:
         )
 
 
-def check_memory(
-    specs: Sequence[ModelSpec],
-    *,
-    weights_bytes: int,
-    available_bytes: int | None,
-    context: int,
-    threads: int,
-    side: int = 1,
-    types: Sequence[CacheTypes] = (),
-) -> None:
-    """Raise OutOfBudget if readers of these models will not fit in memory.
+def reader_bytes(spec: ModelSpec, context: int, types: CacheTypes = PLAIN, side: int = 1) -> int:
+    """Return the bytes of a reader, and of scoring what it reads, beside the session with its weights."""
+    cache = bytes_for(spec, side * blocks_for(context) * KV_BLOCK, types)
+    logits = 2 * 4 * logit_rows(spec.vocab_size) * spec.vocab_size  # those of the steps, and all of a piece
+    scored = 6 * 8 * max(BLOCK, spec.vocab_size)  # of both models in f64, their exponentials, differences
+    return cache + logits + scored
 
-    `types`: of each one's keys and values; none: all are f16.
-    """
-    positions = side * blocks_for(context) * KV_BLOCK
-    cache = sum(bytes_for(s, positions, t) for s, t in zip(specs, types or [PLAIN] * len(specs), strict=True))
-    step = sum(scratch_bytes(s, context=context, max_batch=FEW, threads=threads) for s in specs)
-    buffers = step + runtime_bytes(specs[0]) + len(specs) * 4 * LOGITS
-    need = weights_bytes + cache + buffers
-    if available_bytes is not None and need > available_bytes:
-        raise OutOfBudget(
-            f"the evaluation needs {need / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
-            f"{cache / GIB:.2f} keys and values, {buffers / GIB:.2f} buffers), "
-            f"{available_bytes / GIB:.2f} GiB is free; "
-            f"use a smaller weight format ({SMALL}), context or model"
-        )
+
+def logit_rows(vocab: int) -> int:
+    """Return the tokens whose logits a reader gives at a time."""
+    return max(1, min(PIECE, LOGITS // vocab))
 
 
 # ---- the model
@@ -198,7 +181,7 @@ def _pieces(readers: Sequence[Reader], texts: I32) -> Iterator[tuple[I32, list[F
     for reader in readers:
         reader.prompt(texts, context // 2)
     vocab = max(r.model.spec.vocab_size for r in readers)
-    length = max(1, min(PIECE, LOGITS // vocab) // side)
+    length = max(1, logit_rows(vocab) // side)
     for start in range(context // 2, context - 1, length):
         stop = min(start + length, context - 1)
         logits = [r.read(texts, start, stop).reshape(-1, vocab) for r in readers]

@@ -90,6 +90,7 @@ def train(r: TrainJob, samples: Samples, progress: Progress) -> TrainResult:
     """Fit predictors and choose the best ones. Raises OutOfBudget, Unsupported, UsageError or BadFile."""
     begin = time.monotonic()
     deadline = begin + 60 * r.minutes
+    Judge.open_session(_asked(r)).close()  # what does not fit in memory is refused before the fits
     found = [*_shortlists(r, samples, deadline, partial(progress, "fitting"))]
     judge, near, searched = Judge.of(_asked(r), deadline, progress), None, 0
     if (quick := judge.quick()) is not None and not past(deadline):

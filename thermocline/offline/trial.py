@@ -121,19 +121,24 @@ class Judge:
 
     @staticmethod
     def of(a: TrialJob, deadline: float, progress: Progress) -> Judge:
-        options = EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER)
-        session = Session.open(
-            a.pack,
-            options,
-            progress=lambda what, done, size: progress(what, done, size, "B"),
-            fits=True,
-        )
-        texts = a.texts
+        """Open a judge, and make its texts. Raises OutOfBudget."""
+        session, texts = Judge.open_session(a, progress), a.texts
         if a.own:
             late = partial(past, _halfway(deadline))
             own = own_text(session, a.limit, a.context, a.seed, late, at_least=0 if texts else 1)
             texts = (((OWN, own),) if len(own) else ()) + texts
         return Judge(session, texts, partial(progress, "trying"), deadline)
+
+    @staticmethod
+    def open_session(a: TrialJob, progress: Progress = lambda *_: None) -> Session:
+        """Open the model; read no weight. Raises OutOfBudget."""
+        contexts = {windows.shape[1] for _, windows in a.texts} | ({a.context} if a.own else set())
+        return Session.open(
+            a.pack,
+            EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER),
+            progress=lambda what, done, size: progress(what, done, size, "B"),
+            beside=sum(2 * evaluate.reader_bytes(a.pack.spec, context) for context in contexts),
+        )
 
     def quick(self) -> Judge | None:
         """Return a judge with a quarter of the windows and half the time; None if there are few windows."""

@@ -156,6 +156,7 @@ def _others(spec: ModelSpec, needs: Needs, context: int, kv_tokens: int) -> dict
         max_batch=needs.max_batch,
         threads=needs.threads,
         types=needs.types,
+        beside=needs.beside,
     )
 
 
@@ -178,7 +179,8 @@ def in_ram(
         add("gate rows", int(x.gate_bytes(every)))
         add("up and down rows", int(x.bundle_bytes(every)))
     add("keys and values", others["keys and values"])
-    add("recurrent states", others.get("recurrent states", 0))
+    for part in ("recurrent states", "the command's own"):
+        add(part, others.get(part, 0))
     add("head", sizes.head.bytes)
     predictor = CPU if needs.sparsity == "predict" else None
     widths = (spec.ffn(i).width for i in range(spec.n_layers))

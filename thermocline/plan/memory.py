@@ -39,6 +39,7 @@ class Needs:
     limit: str = "free"
     kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
     types: CacheTypes = PLAIN  # of keys and values
+    beside: int = 0  # bytes that the command takes itself, beside its session
 
 
 def reads_from_disk(spec: ModelSpec) -> str | None:
@@ -96,14 +97,16 @@ def others_of(
     max_batch: int,
     threads: int,
     types: CacheTypes = PLAIN,
+    beside: int = 0,
 ) -> dict[str, int]:
-    """Part -> bytes of what a session takes besides weights."""
+    """Part -> bytes of what a session, and the command that opens it, take besides weights."""
     states = state_bytes(spec, max_batch)
     return {
         "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK, types),
         **({"recurrent states": states} if states else {}),
         "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
         "runtime": runtime_bytes(spec),
+        **({"the command's own": beside} if beside else {}),
     }
 
 
@@ -193,7 +196,8 @@ def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> i
 
     def others(context: int) -> int:
         scratch = scratch_bytes(spec, context=context, max_batch=needs.max_batch, threads=needs.threads)
-        return weights_bytes + state_bytes(spec, needs.max_batch) + scratch + runtime_bytes(spec)
+        rest = scratch + runtime_bytes(spec) + needs.beside
+        return weights_bytes + state_bytes(spec, needs.max_batch) + rest
 
     def least(shorter: int) -> int:  # what a session of such a context needs
         return others(shorter) + cache(-(-at_least * shorter // context), shorter)

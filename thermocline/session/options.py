@@ -16,6 +16,7 @@ SPARSITIES = tuple(modes.SPARSITIES)
 CACHE_TYPES = tuple(modes.CACHE_TYPES)
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
+LENDS_WEIGHTS = 1  # `kv_tokens` of a session whose weights others use, with keys and values of their own
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
 MOST_READ = 1e9  # MB of a read budget
 

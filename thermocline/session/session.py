@@ -68,9 +68,17 @@ class Session:
 
     @classmethod
     def open(
-        cls, pack: StoredModel, options: EngineOptions, *, progress: Progress = silent, fits: bool = False
+        cls,
+        pack: StoredModel,
+        options: EngineOptions,
+        *,
+        progress: Progress = silent,
+        beside: int = 0,
+        fits: bool = False,
     ) -> Session:
-        """Choose where the weights go; read none. `fits`: all of them in RAM, since the caller made sure.
+        """Choose where the weights go; read none. `beside`: bytes of the budget that the caller takes itself.
+
+        `fits`: all weights go to RAM, since the caller made sure.
 
         Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
         """
@@ -80,7 +88,7 @@ class Session:
         predictors = predictors_for(pack, options.sparsity)
         if predictors is not None and (measured := measured_on(predictors.report)):
             log.info(measured)
-        needs, gpus = needs_of(options), None
+        needs, gpus = needs_of(options, beside), None
         if fits:
             decision = all_in_ram(pack, predictors, needs)
         else:
@@ -303,7 +311,7 @@ def threads_of(options: EngineOptions) -> int:
     return hardware.default_threads() if options.threads is None else options.threads
 
 
-def needs_of(options: EngineOptions) -> Needs:
+def needs_of(options: EngineOptions, beside: int = 0) -> Needs:
     """Return what a session asks of RAM: of what is free, or allowed where that is less."""
     budget, limit = budget_for(options.ram)
     return Needs(
@@ -315,6 +323,7 @@ def needs_of(options: EngineOptions) -> Needs:
         limit,
         options.kv_tokens,
         options.cache,
+        beside,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from thermocline.cli.shared_options import (
     cache_type_values,
     json_output,
     quiet_output,
+    ram_limit,
     sparsity_mode,
     thread_count,
     which_activation,
@@ -31,8 +33,8 @@ from thermocline.session.options import SPARSITIES
 if TYPE_CHECKING:
     from thermocline.offline.evaluate import Reader
     from thermocline.ops.interface import I32
-    from thermocline.pack.predictor import Predictors
     from thermocline.pack.stored_model import StoredModel
+    from thermocline.session.session import Session
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ class EvalOptions:
     )  # fmt: skip
     activation: str | None = which_activation()
     sparsity: str = sparsity_mode()
+    ram: float | None = ram_limit()
     threads: int = thread_count()
     cache_type_k: str = cache_type_keys()
     cache_type_v: str = cache_type_values()
@@ -87,14 +90,14 @@ def evaluate(o: EvalOptions) -> int:
     from thermocline.machine import hardware
 
     threads = o.threads if o.threads > 0 else hardware.default_threads()
-    with ProgressBar(quiet=o.quiet) as progress:
+    with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
         sides = _sides(o, progress)
         texts = _texts(o, sides)
         left_out = None
         if o.read_budget is None:
-            readers = _readers(sides, o.ctx, threads, progress)
+            readers = _readers(_sessions(o, sides, threads, stack, progress), sides, o.ctx)
         else:
-            readers, left_out = _bounded_readers(sides, o.ctx, threads, o.read_budget, progress)
+            readers, left_out = _bounded_readers(o, sides, threads, o.read_budget, progress)
         begin = time.perf_counter()
         bar = partial(progress.at, "evaluating", unit=" windows")
         about, windows, interrupted = _measured(readers, texts, bar)
@@ -130,15 +133,7 @@ class Side:
 
     pack: StoredModel
     sparsity: str
-    predictors: Predictors | None  # what `predict` needs
-    types: CacheTypes  # of keys and values
-
-    @staticmethod
-    def of(pack: StoredModel, sparsity: str, types: CacheTypes = PLAIN) -> Side:
-        from thermocline.pack.predictor import predictors_for
-
-        types.check(pack.spec.head_dim, pack.spec.latent is not None)
-        return Side(pack, sparsity, predictors_for(pack, sparsity), types)
+    types: CacheTypes = PLAIN  # of keys and values
 
 
 def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
@@ -154,18 +149,18 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
 
 def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
     types = CacheTypes(o.cache_type_k, o.cache_type_v)
-    own = Side.of(find_model(o.model, progress, activation=o.activation), o.sparsity, types)
+    own = Side(find_model(o.model, progress, activation=o.activation), o.sparsity, types)
     if o.read_budget is not None:
         if o.against not in (None, "exact"):
             raise UsageError(
                 f"--read-budget is compared with the same model that reads all it needs; leave out "
                 f"--against {o.against}"
             )
-        return [own, Side.of(own.pack, "exact")]
+        return [own, Side(own.pack, "exact")]
     if o.against is None:
         return [own]
     if o.against not in SPARSITIES:
-        return [own, Side.of(find_model(o.against, progress, activation=None), "exact")]
+        return [own, Side(find_model(o.against, progress, activation=None), "exact")]
     if not own.pack.spec.sparse and not types.quantised:
         raise UsageError(
             f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
@@ -173,7 +168,7 @@ def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
         )
     if o.against == o.sparsity and not types.quantised:
         raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
-    return [own, Side.of(own.pack, o.against)]
+    return [own, Side(own.pack, o.against)]
 
 
 def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
@@ -200,46 +195,50 @@ def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
     return found[0]
 
 
-def _readers(sides: Sequence[Side], context: int, threads: int, progress: ProgressBar) -> list[Reader]:
-    """Return a reader for each side; sides of one pack share its weights."""
-    from thermocline.engine.decoder import bind, for_context
-    from thermocline.machine import hardware
+def _sessions(
+    o: EvalOptions, sides: Sequence[Side], threads: int, stack: ExitStack, progress: ProgressBar
+) -> dict[Path, Session]:
+    """Open the models within the memory that there is. Sides of one model share its weights."""
     from thermocline.offline import evaluate
-    from thermocline.pack import blocks
-    from thermocline.session.options import EngineOptions
-    from thermocline.session.session import Session
+    from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
+    from thermocline.session.side_by_side import SideModel, open_sessions
 
-    packs = {side.pack.path: side.pack for side in sides}
-    predictors = {side.pack.path: side.predictors for side in sides if side.predictors is not None}
-    evaluate.check_memory(
-        [side.pack.spec for side in sides],
-        weights_bytes=sum(blocks.memory_bytes(pack, predictors.get(path)) for path, pack in packs.items()),
-        available_bytes=hardware.available_bytes(),
-        context=context,
-        threads=threads,
-        types=[side.types for side in sides],
-    )
-    loaded = {}
-    for path, pack in packs.items():
-        sparsity = "predict" if path in predictors else "exact"
-        options = EngineOptions(sparsity=sparsity, threads=threads, context=context, max_batch=1)
-        loaded[path] = Session.open(pack, options, progress=progress.at, fits=True).loaded
-    for one in predictors.values():
-        one.close()
-    ops = loaded[sides[0].pack.path].ops
+    asked: dict[Path, SideModel] = {}
+    for pack in {side.pack.path: side.pack for side in sides}.values():
+        mine = [side for side in sides if side.pack.path == pack.path]
+        beside = sum(evaluate.reader_bytes(pack.spec, o.ctx, side.types) for side in mine)
+        options = EngineOptions(
+            sparsity="predict" if any(side.sparsity == "predict" for side in mine) else "exact",
+            context=o.ctx,
+            max_batch=1,
+            kv_tokens=LENDS_WEIGHTS,
+            cache_type_k=mine[0].types.k,
+            cache_type_v=mine[0].types.v,
+            threads=threads,
+            ram=o.ram,
+        )
+        asked[pack.path] = SideModel(pack, options, beside)
+    opened = open_sessions([*asked.values()], stack, progress.at)
+    return dict(zip(asked, opened, strict=True))
+
+
+def _readers(sessions: dict[Path, Session], sides: Sequence[Side], context: int) -> list[Reader]:
+    """Read the weights, and return a reader for each side."""
+    from thermocline.engine.decoder import bind, for_context
+    from thermocline.offline import evaluate
+
+    ops = sessions[sides[0].pack.path].loaded.ops
     models = {
-        path: bind(for_context(packs[path].spec, context), one.weights, ops) for path, one in loaded.items()
+        path: bind(for_context(x.pack.spec, context), x.loaded.weights, ops) for path, x in sessions.items()
     }
     return [
-        evaluate.Reader(
-            models[side.pack.path], ops, context=context, sparsity=side.sparsity, types=side.types
-        )
-        for side in sides
+        evaluate.Reader(models[x.pack.path], ops, context=context, sparsity=x.sparsity, types=x.types)
+        for x in sides
     ]
 
 
 def _bounded_readers(
-    sides: Sequence[Side], context: int, threads: int, read_budget: float, progress: ProgressBar
+    o: EvalOptions, sides: Sequence[Side], threads: int, read_budget: float, progress: ProgressBar
 ) -> tuple[list[Reader], Callable[[], int]]:
     """Return a reader that leaves out experts, and one of the same session that reads all of them.
 
@@ -247,13 +246,12 @@ def _bounded_readers(
     function counts the experts that were left out.
     """
     from thermocline.engine.decoder import bind, for_context
-    from thermocline.machine import hardware
     from thermocline.offline import evaluate
     from thermocline.session.options import EngineOptions
-    from thermocline.session.session import Session
+    from thermocline.session.session import Session, budget_for
 
-    own, base = sides
-    free = hardware.available_bytes()
+    (own, base), context = sides, o.ctx
+    free, _ = budget_for(o.ram)
     options = EngineOptions(
         sparsity=own.sparsity,
         threads=threads,

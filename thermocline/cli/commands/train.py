@@ -127,13 +127,6 @@ def train_request(o: TrainOptions) -> tuple[TrainJob, Samples]:
     context = o.ctx or min(512, pack.spec.max_context)
     evaluate.check_context(pack.spec, context)
     threads = o.threads if o.threads > 0 else hardware.default_threads()
-    evaluate.check_memory(
-        [pack.spec, pack.spec],
-        weights_bytes=pack.weights_bytes,
-        available_bytes=hardware.available_bytes(),
-        context=context,
-        threads=threads,
-    )
     request = training.TrainJob(
         pack=pack,
         kinds=every if o.kind == "auto" else (o.kind,),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from thermocline.engine.decoder import bind, for_context
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.machine import hardware
 from thermocline.offline import evaluate
 from thermocline.offline.packing.collect import collect
-from thermocline.pack import blocks
 from thermocline.quantise.feedback import WINDOW
-from thermocline.session.options import EngineOptions
-from thermocline.session.session import Session
+from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
+from thermocline.session.side_by_side import SideModel, open_sessions
 from thermocline.text.tokenizer import FILE, Tokenizer
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from thermocline.ops.interface import I32
     from thermocline.pack.pack import Pack
     from thermocline.quantise.moments import Moments
+    from thermocline.session.session import Session
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 CONTEXT = 512  # tokens of a text that is read as a whole
@@ -38,11 +38,8 @@ def windows_for(pack: Pack, text: str, tokens: int, skip: int = 0) -> I32:
 def measure_inputs(pack: Pack, texts: I32, threads: int, progress: Progress) -> Moments:
     """Return the moments of the inputs of a pack's matrices over texts. Raises OutOfBudget."""
     context = texts.shape[1]
-    _check_memory([pack], context, threads, moments_bytes(pack.spec))
-    options = EngineOptions(threads=threads, context=context, max_batch=1)
-    with Session.open(
-        pack, options, progress=lambda what, done, of: progress(what, done, of, "B"), fits=True
-    ) as session:
+    beside = moments_bytes(pack.spec) + evaluate.reader_bytes(pack.spec, context)
+    with _opened([pack], context, threads, [beside], progress) as (session,):
         return collect(
             pack.spec,
             session.loaded.weights,
@@ -69,27 +66,26 @@ def moments_bytes(spec: ModelSpec) -> int:
 
 def divergence(pack: Pack, base: Pack, texts: I32, threads: int, progress: Progress) -> evaluate.Divergence:
     """Return the divergence of a pack's predictions from those of the one it was made of. OutOfBudget."""
-    context = texts.shape[1]
-    _check_memory([pack, base], context, threads, 0)
-    options = EngineOptions(threads=threads, context=context, max_batch=1)
-    readers, ops = [], None
-    for one in (pack, base):
-        loaded = Session.open(one, options, fits=True).loaded
-        ops = ops or loaded.ops
-        model = bind(for_context(one.spec, context), loaded.weights, ops)
-        readers.append(evaluate.Reader(model, ops, context=context))
-    bar = lambda done, of: progress("measuring", done, of, " windows")  # noqa: E731
-    return evaluate.divergence(readers[0], readers[1], texts, bar)
+    context, packs = texts.shape[1], (pack, base)
+    beside = [evaluate.reader_bytes(p.spec, context) for p in packs]
+    with _opened(packs, context, threads, beside, progress) as sessions:
+        ops, spec = sessions[0].loaded.ops, for_context(pack.spec, context)
+        models = [bind(spec, x.loaded.weights, ops) for x in sessions]
+        readers = [evaluate.Reader(m, ops, context=context) for m in models]
+        bar = lambda done, of: progress("measuring", done, of, " windows")  # noqa: E731
+        return evaluate.divergence(readers[0], readers[1], texts, bar)
 
 
-def _check_memory(packs: Sequence[Pack], context: int, threads: int, more: int) -> None:
-    try:
-        evaluate.check_memory(
-            [p.spec for p in packs],
-            weights_bytes=sum(blocks.memory_bytes(p, None) for p in packs) + more,
-            available_bytes=hardware.available_bytes(),
-            context=context,
-            threads=threads,
-        )
-    except OutOfBudget as e:
-        raise OutOfBudget(f"to run the model while packing: {e}") from None
+@contextmanager
+def _opened(
+    packs: Sequence[Pack], context: int, threads: int, beside: Sequence[int], progress: Progress
+) -> Iterator[list[Session]]:
+    """Open sessions of the packs in the memory that is free. Raises OutOfBudget."""
+    options = EngineOptions(threads=threads, context=context, max_batch=1, kv_tokens=LENDS_WEIGHTS)
+    sides = [SideModel(p, options, n) for p, n in zip(packs, beside, strict=True)]
+    with ExitStack() as stack:
+        try:
+            found = open_sessions(sides, stack, lambda what, done, of: progress(what, done, of, "B"))
+        except OutOfBudget as e:
+            raise OutOfBudget(f"to run the model while packing: {e}") from None
+        yield found

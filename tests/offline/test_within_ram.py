@@ -1,0 +1,225 @@
+"""Commands within `--ram` on models larger than it: the figures of memory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import save_file
+
+from thermocline.convert.importer import pack
+from thermocline.errors import OutOfBudget
+from thermocline.machine import hardware
+from thermocline.offline.packing import over_texts
+from thermocline.pack.pack import Pack
+from thermocline.plan.disk import dense_split, disk_split, expert_split
+from thermocline.plan.memory import GIB, runtime_bytes
+from thermocline.session import store
+from thermocline.session.session import Session
+
+Run = Callable[..., Any]
+F32 = np.ndarray[Any, np.dtype[np.float32]]
+DIM, EXPERTS = 128, 32
+WIDTH = {"neurons": 4096, "experts": 128, "rows": 1024}
+LAYERS = {"neurons": 2, "experts": 2, "rows": 8}
+KINDS = ("neurons", "experts", "rows")  # that are left on disk
+TEXT = "The thermocline is a thin layer of water where warm meets cold, and light goes no further. " * 4
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a real model's reads would be as large as all of these ones' FFNs."""
+    monkeypatch.setattr(disk_split, "BUFFER_BYTES", 4096)
+    for module in (disk_split, store):
+        monkeypatch.setattr(module, "DEPTH", 32)
+    monkeypatch.setattr(dense_split, "PIECE_BYTES", 16 << 10)
+    monkeypatch.setattr(dense_split, "WINDOW", 5)
+    for split in (dense_split, expert_split):
+        monkeypatch.setattr(split, "DEPTH", 8)
+
+
+def wide(kind: str, path: Path) -> Path:
+    """A tiny model with wide FFNs of which neurons, experts or rows can be on disk."""
+    changes: dict[str, Any] = {
+        "hidden_size": DIM,
+        "num_key_value_heads": tiny.HEADS,
+        "num_hidden_layers": LAYERS[kind],
+    }
+    changes |= {"intermediate_size": WIDTH[kind], "hidden_act": "relu" if kind == "neurons" else "silu"}
+    if kind == "experts":
+        changes |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+        changes |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
+    tiny.hf_directory(path, **changes)
+    rng = np.random.default_rng(5)
+
+    def matrix(rows: int, columns: int) -> F32:
+        return np.asarray(rng.standard_normal((rows, columns)) / 16, np.float32)
+
+    norms = ["model.norm"]
+    tensors = {"model.embed_tokens.weight": matrix(tiny.BYTES + 2, DIM)}
+    for i in range(LAYERS[kind]):
+        at, ffns = f"model.layers.{i}", [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+        if kind == "experts":
+            of = "block_sparse_moe"
+            ffns = [tuple(f"{of}.experts.{e}.{w}" for w in ("w1", "w3", "w2")) for e in range(EXPERTS)]  # type: ignore[misc]
+            tensors[f"{at}.{of}.gate.weight"] = matrix(EXPERTS, DIM)
+        tensors |= {f"{at}.self_attn.{n}_proj.weight": matrix(DIM, DIM) for n in "qkvo"}
+        for gate, up, down in ffns:
+            tensors |= {f"{at}.{name}.weight": matrix(WIDTH[kind], DIM) for name in (gate, up)}
+            tensors[f"{at}.{down}.weight"] = matrix(DIM, WIDTH[kind])
+        norms += [f"{at}.input_layernorm", f"{at}.post_attention_layernorm"]
+    tensors |= {f"{name}.weight": np.ones(DIM, np.float32) for name in norms}
+    save_file(tensors, str(path / "model.safetensors"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A pack of each kind in f32; and in q8_0, to compare it with."""
+    base = tmp_path_factory.mktemp("wide")
+    made: dict[str, Path] = {}
+    for kind in KINDS:
+        hf = wide(kind, base / f"{kind}-hf")
+        for name, form in ((kind, "f32"), (f"{kind}-q8_0", "q8_0")):
+            pack(hf, made.setdefault(name, base / name), form)
+    return made
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (path := tmp_path / "text.txt").write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+    """Of each session that was closed: whether it read from disk, its bytes, how often it missed."""
+    seen: list[tuple[bool, int, int]] = []
+    unload = Session.unload
+
+    def spied(session: Session) -> None:
+        if session.store is not None:
+            seen.append((session.from_disk, session.memory_bytes, session.store.counts().missed))
+        unload(session)
+
+    monkeypatch.setattr(Session, "unload", spied)
+    return seen
+
+
+def enough(thermocline: Run, *argv: str | Path) -> str:
+    """Return the least `--ram`, as the refusal of less names it."""
+    ran = thermocline(*argv, "--ram", "0.001")
+    assert ran.code == 5, ran.err
+    return re.search(r"on disk the model still needs .*use --ram ([\d.]+)", ran.err)[1]  # type: ignore[index]
+
+
+def figures(thermocline: Run, *argv: str | Path) -> dict[str, Any]:
+    ran = thermocline(*argv, "-q", "--json")
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    return {k: v for k, v in found.items() if k not in ("seconds", "tokens_per_s")}
+
+
+# ---- eval
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eval_gives_the_figures_of_memory(
+    kind: str, packs: dict[str, Path], text: Path, thermocline: Run, sessions: list[tuple[bool, int, int]]
+) -> None:
+    asked = ("eval", packs[kind], "--text", text, "--ctx", "64", "-t", "2")
+    wanted = figures(thermocline, *asked)
+    assert sessions == [], "all was in memory"
+    ram = enough(thermocline, *asked)
+    assert figures(thermocline, *asked, "--ram", ram) == wanted
+    ((from_disk, nbytes, missed),) = sessions
+    assert from_disk and nbytes <= float(ram) * GIB and missed > 0
+
+
+def test_eval_of_modes_and_cache_types_shares_one_model_s_weights(
+    packs: dict[str, Path], text: Path, thermocline: Run, sessions: list[tuple[bool, int, int]]
+) -> None:
+    """A reader's own keys and values, in each of two types, are within the limit too."""
+    asked = ("eval", packs["neurons"], "--text", text, "--ctx", "64", "-t", "2", "--against", "off")
+    types = ("-ctk", "q8_0", "-ctv", "q8_0")
+    for more in ((), types):
+        wanted = figures(thermocline, *asked, *more)
+        ram = enough(thermocline, *asked, *more)
+        assert figures(thermocline, *asked, *more, "--ram", ram) == wanted
+        assert (wanted["against"]["kld"]["value"] > 0) == bool(more)
+    assert [from_disk for from_disk, _, _ in sessions] == [True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_models_share_a_budget(
+    kind: str, packs: dict[str, Path], text: Path, thermocline: Run, sessions: list[tuple[bool, int, int]]
+) -> None:
+    asked = (
+        "eval",
+        packs[f"{kind}-q8_0"],
+        "--text",
+        text,
+        "--ctx",
+        "64",
+        "-t",
+        "2",
+        "--against",
+        packs[kind],
+    )
+    wanted = figures(thermocline, *asked)
+    assert 0 < wanted["against"]["kld"]["value"] < 0.1 and sessions == []
+    tried = np.arange(0.056, 0.13, 0.001)
+    ram = next(x for x in tried if thermocline(*asked, "--limit", "1", "--ram", f"{x:.3f}").code == 0)
+    sessions.clear()
+    assert figures(thermocline, *asked, "--ram", f"{ram:.3f}") == wanted
+    assert len(sessions) == 2 and all(from_disk and missed for from_disk, _, missed in sessions)
+    runtime = min(runtime_bytes(Pack.open(packs[name]).spec) for name in (kind, f"{kind}-q8_0"))
+    assert sum(nbytes for _, nbytes, _ in sessions) - runtime <= ram * GIB
+
+
+def test_a_refusal_says_which_model_has_too_little(
+    packs: dict[str, Path], text: Path, thermocline: Run
+) -> None:
+    ran = thermocline(
+        "eval", packs["rows-q8_0"], "--text", text, "--ctx", "64", "--against", packs["rows"], "--ram", "0.01"
+    )
+    assert ran.code == 5 and ran.err.count("\n") == 1
+    assert "of the memory is for it, the rest for the other model" in ran.err
+
+
+# ---- packing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_measured_where_memory_is_too_small(
+    kind: str, packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, sessions: list[tuple[bool, int, int]]
+) -> None:
+    opened = Pack.open(packs[kind])
+    texts = over_texts.windows_for(opened, TEXT * 2, 512)
+    wanted = over_texts.measure_inputs(opened, texts, 2, lambda *_: None)
+    assert sessions == []
+    ram = _least(opened, texts)
+    monkeypatch.setattr(hardware, "available_bytes", lambda: ram)
+    found = over_texts.measure_inputs(opened, texts, 2, lambda *_: None)
+    assert [from_disk for from_disk, _, _ in sessions] == [True]
+    assert found.keys() == wanted.keys()
+    for name, moments in found.items():
+        for a, b in zip(moments, wanted[name], strict=True):
+            assert a.squares.tobytes() == b.squares.tobytes(), name
+
+
+def _least(opened: Pack, texts: Any) -> int:
+    with pytest.MonkeyPatch.context() as little:
+        little.setattr(hardware, "available_bytes", lambda: 1 << 20)
+        with pytest.raises(OutOfBudget, match="to run the model while packing: with its") as refused:
+            over_texts.measure_inputs(opened, texts, 2, lambda *_: None)
+    said = str(refused.value)
+    mib = re.search(r"still needs ([\d.]+) MiB", said)
+    assert mib is not None, said
+    return int(float(mib[1]) * 2**20)
