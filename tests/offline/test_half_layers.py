@@ -65,7 +65,7 @@ def test_counts_are_those_of_the_reference(made: Path) -> None:
     assert pack.spec.ffn_layers == FED
     got = model_of(pack)
     ids = np.random.default_rng(0).integers(3, 250, 33).astype(np.int32)
-    norms = down_norms(pack.spec, got.weights, got.ops)
+    norms = down_norms(pack)
     worker = ProfileWorker(pack.spec, got.weights, ids[:1], 64, 1, norms)
     counted = worker.count(ids[1:], np.arange(32), threading.Event())
     seen = []

@@ -139,7 +139,7 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
 
 def found(pack: Pack, corpus: Corpus, threads: int = 2, workers: int = 1) -> tuple[I64, list[Any]]:
     loaded = weights.load(pack, threads=1)
-    norms = down_norms(pack.spec, loaded.weights, loaded.ops)
+    norms = down_norms(pack)
     made = [
         ProfileWorker(pack.spec, loaded.weights, corpus.prefix, CONTEXT, threads, norms)
         for _ in range(workers)
@@ -794,7 +794,6 @@ def test_what_cannot_be_profiled_is_refused_in_one_line(
         (4, "no such directory", [tmp_path / "absent", "--corpus", text]),
         (2, "the model's limit", [own.path, "--corpus", text, "--ctx", 10**6]),
         (2, "too short", [own.path, "--corpus", text, "--ctx", 9]),
-        (2, "--ram: of a mixture", [own.path, "--corpus", text, "--ram", 8]),
         (2, ".png, .svg, .pdf", [own.path, "--corpus", text, "--plot", out]),
         (4, "no such directory", [own.path, "--corpus", text, "--plot", out / "p.png"]),
     ):

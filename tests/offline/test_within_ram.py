@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import tiny
 from safetensors.numpy import save_file
+from test_experts_on_disk import with_slots
 
 from thermocline.convert.importer import pack
-from thermocline.errors import OutOfBudget
+from thermocline.errors import OutOfBudget, UsageError
 from thermocline.machine import hardware
+from thermocline.offline.activity import UNIT
+from thermocline.offline.corpus import random_corpus
 from thermocline.offline.packing import over_texts
+from thermocline.offline.profiler import ProfileJob, profile
+from thermocline.pack.activity_profile import PROFILE, SAMPLES
 from thermocline.pack.pack import Pack
 from thermocline.plan.disk import dense_split, disk_split, expert_split
 from thermocline.plan.memory import GIB, runtime_bytes
@@ -26,9 +33,10 @@ from thermocline.session.session import Session
 Run = Callable[..., Any]
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 DIM, EXPERTS = 128, 32
-WIDTH = {"neurons": 4096, "experts": 128, "rows": 1024}
+WIDTH = {"neurons": 3584, "experts": 128, "rows": 1024}
 LAYERS = {"neurons": 2, "experts": 2, "rows": 8}
 KINDS = ("neurons", "experts", "rows")  # that are left on disk
+SAID = ("-q", "--json")
 TEXT = "The thermocline is a thin layer of water where warm meets cold, and light goes no further. " * 4
 
 
@@ -120,8 +128,13 @@ def enough(thermocline: Run, *argv: str | Path) -> str:
 
 
 def figures(thermocline: Run, *argv: str | Path) -> dict[str, Any]:
-    ran = thermocline(*argv, "-q", "--json")
+    ran = thermocline(*argv, *SAID)
     assert ran.code == 0, ran.err
+    return lasting(ran)
+
+
+def lasting(ran: Any) -> dict[str, Any]:
+    """Return what a command says, but times."""
     found: dict[str, Any] = json.loads(ran.out)
     return {k: v for k, v in found.items() if k not in ("seconds", "tokens_per_s")}
 
@@ -160,27 +173,17 @@ def test_eval_of_modes_and_cache_types_shares_one_model_s_weights(
 def test_two_models_share_a_budget(
     kind: str, packs: dict[str, Path], text: Path, thermocline: Run, sessions: list[tuple[bool, int, int]]
 ) -> None:
-    asked = (
-        "eval",
-        packs[f"{kind}-q8_0"],
-        "--text",
-        text,
-        "--ctx",
-        "64",
-        "-t",
-        "2",
-        "--against",
-        packs[kind],
-    )
+    names, rest = (f"{kind}-q8_0", kind), ("--text", text, "--ctx", "64", "-t", "2")
+    asked = ("eval", packs[names[0]], *rest, "--against", packs[names[1]])
     wanted = figures(thermocline, *asked)
     assert 0 < wanted["against"]["kld"]["value"] < 0.1 and sessions == []
-    tried = np.arange(0.056, 0.13, 0.001)
-    ram = next(x for x in tried if thermocline(*asked, "--limit", "1", "--ram", f"{x:.3f}").code == 0)
-    sessions.clear()
-    assert figures(thermocline, *asked, "--ram", f"{ram:.3f}") == wanted
+    runtime = min(runtime_bytes(Pack.open(packs[name]).spec) for name in names)
+    alone = sum(float(enough(thermocline, "eval", packs[name], *rest)) for name in names)
+    tried = (f"{x * alone - runtime / GIB:.4f}" for x in np.arange(1.01, 1.1, 0.01))  # shares are no needs
+    ran, ram = next((r, x) for x in tried if (r := thermocline(*asked, "--ram", x, *SAID)).code == 0)
+    assert lasting(ran) == wanted
     assert len(sessions) == 2 and all(from_disk and missed for from_disk, _, missed in sessions)
-    runtime = min(runtime_bytes(Pack.open(packs[name]).spec) for name in (kind, f"{kind}-q8_0"))
-    assert sum(nbytes for _, nbytes, _ in sessions) - runtime <= ram * GIB
+    assert sum(nbytes for _, nbytes, _ in sessions) - runtime <= float(ram) * GIB
 
 
 def test_a_refusal_says_which_model_has_too_little(
@@ -223,3 +226,99 @@ def _least(opened: Pack, texts: Any) -> int:
     mib = re.search(r"still needs ([\d.]+) MiB", said)
     assert mib is not None, said
     return int(float(mib[1]) * 2**20)
+
+
+# ---- profile
+
+
+@pytest.fixture(scope="module")
+def experts_of_neurons(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ReLU mixture whose layers are not alike: whole experts of it are left on disk."""
+    base = tmp_path_factory.mktemp("nemotron")
+    pack(kept_twins.TWINS["nemotron_h_moe"](base / "hf"), base / "pack", "q8_0")
+    return base / "pack"
+
+
+def profiled(r: ProfileJob) -> dict[str, bytes]:
+    """Profile a pack; -> the files that the new one has."""
+    profile(r, lambda *_: None)
+    return {path.name: path.read_bytes() for path in sorted(r.output.iterdir())}
+
+
+def job(path: Path, output: Path, **changes: Any) -> ProfileJob:
+    opened, context = Pack.open(path), changes.pop("context", 320)
+    corpus = random_corpus(opened, 900, context, UNIT)
+    return replace(ProfileJob(opened, corpus, output, context, samples=60, threads=2, workers=1), **changes)
+
+
+def least_for_profile(r: ProfileJob) -> float:
+    """Return the GiB that a refusal names."""
+    with pytest.raises(OutOfBudget) as refused:
+        profile(replace(r, ram=0.001), lambda *_: None)
+    return float(re.search(r"on disk the model still needs .*use --ram ([\d.]+)", str(refused.value))[1])  # type: ignore[index]
+
+
+def test_a_profile_with_neurons_on_disk_is_that_of_memory(
+    packs: dict[str, Path], tmp_path: Path, sessions: list[tuple[bool, int, int]]
+) -> None:
+    """Counts, samples and the new order of neurons, byte by byte; a prompt of several steps each."""
+    wanted = profiled(job(packs["neurons"], tmp_path / "memory"))
+    assert sessions == [] and {PROFILE, SAMPLES, "weights.bin"} <= wanted.keys()
+    r = job(packs["neurons"], tmp_path / "disk")
+    ram = least_for_profile(r)
+    assert profiled(replace(r, ram=ram)) == wanted
+    ((from_disk, nbytes, missed),) = sessions
+    assert from_disk and nbytes <= ram * GIB and missed > 2 * WIDTH["neurons"] * LAYERS["neurons"]
+
+
+def test_a_profile_with_experts_of_neurons_on_disk_is_that_of_memory(
+    experts_of_neurons: Path,
+    tmp_path: Path,
+    sessions: list[tuple[bool, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two slots in each layer, as if a budget had room for them: this one is smaller than what reads it."""
+    wanted = profiled(job(experts_of_neurons, tmp_path / "memory", context=64))
+    two = with_slots(Pack.open(experts_of_neurons), 2)
+    monkeypatch.setattr("thermocline.session.session.without_gpu", lambda *_: two)
+    assert profiled(job(experts_of_neurons, tmp_path / "disk", context=64)) == wanted
+    ((from_disk, _, missed),) = sessions
+    assert from_disk and missed > 0
+
+
+def test_a_profile_goes_on_in_other_memory(
+    packs: dict[str, Path], tmp_path: Path, sessions: list[tuple[bool, int, int]]
+) -> None:
+    """Begun with all in memory, ended with neurons on disk: the same bytes."""
+    wanted = profiled(job(packs["neurons"], tmp_path / "whole"))
+    r = job(packs["neurons"], tmp_path / "parts")
+
+    def stop(what: str, done: int, total: int, unit: str) -> None:
+        if what == "counting" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profile(r, stop)
+    ram = least_for_profile(r)
+    done = profile(replace(r, ram=ram), lambda *_: None)
+    assert 0 < done.resumed_tokens < r.corpus.tokens and [x[0] for x in sessions] == [True]
+    assert {path.name: path.read_bytes() for path in sorted(r.output.iterdir())} == wanted
+
+
+def test_workers_have_to_share_weights_in_memory(packs: dict[str, Path], tmp_path: Path) -> None:
+    r = job(packs["neurons"], tmp_path / "out")
+    ram = least_for_profile(replace(r, workers=2))
+    with pytest.raises(UsageError, match="--workers 2: a part of the model is read from disk") as refused:
+        profile(replace(r, workers=2, ram=ram), lambda *_: None)
+    assert "\n" not in str(refused.value)
+
+
+def test_profile_takes_ram_on_the_command_line(
+    packs: dict[str, Path], tmp_path: Path, thermocline: Run, sessions: list[tuple[bool, int, int]]
+) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    asked = ("profile", packs["neurons"], "--corpus", tmp_path / "text", "--ctx", "64", "-t", "2")
+    wanted = figures(thermocline, *asked, "-o", tmp_path / "memory")
+    ram = enough(thermocline, *asked, "-o", tmp_path / "disk")
+    found = figures(thermocline, *asked, "-o", tmp_path / "disk", "--ram", ram)
+    assert found | {"path": ""} == wanted | {"path": ""} and [x[0] for x in sessions] == [True]

@@ -12,29 +12,25 @@ import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.engine.decoder import bind, ffn_input, for_context, forward
-from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, bytes_for
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
+from thermocline.offline.packing.rows import PackRows
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer, WeightMatrix, Weights, opaque
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Weights, opaque
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
+from thermocline.pack.pack import Pack
 
 UNIT = BUCKETS[-1]  # passages and steps are whole windows of this size, except at a passage's end
 STEP = 256  # tokens computed together: `LLM`'s prefill chunk, and one pass of the native FFN
 _SUM_ROWS = 128  # rows of 0 and 1 whose sums fit in a byte
-
-
-class RowDecoder(Protocol):
-    """Ops that decode rows of a matrix of weights."""
-
-    def embed(self, table: WeightMatrix, ids: I32, /) -> F32: ...
 
 
 @dataclass(frozen=True)
@@ -126,24 +122,26 @@ class ActivityRecorder(CpuOps):
         )
 
 
-def down_norms(spec: ModelSpec, weights: Weights, ops: RowDecoder) -> list[F32]:
+def down_norms(pack: Pack) -> list[F32]:
     """Return the norm of each neuron's down row [neurons], times its weight in a sub-norm.
 
-    There is an entry for each layer that has an FFN.
+    There is an entry for each layer that has an FFN. They are read from the pack, one layer after the other,
+    since a session that reads neurons from disk has few of them in memory. Raises BadFile or IOFailure.
     """
+    rows, neurons = PackRows(pack), pack.spec.n_experts * pack.spec.ffn_dim
+    steps = [(at, min(at + 1024, neurons)) for at in range(0, neurons, 1024)]  # rows decoded at a time
     out: list[F32] = []
-    for layer in (weights.layers[i] for i in spec.ffn_layers):
-        norms = np.concatenate([_row_norms(f.part.down, ops) for f in layer.experts])
-        if layer.ffn_sub_norm is not None:
-            norms *= np.abs(layer.ffn_sub_norm.weight)
+    for i in pack.spec.ffn_layers:
+        norms = np.concatenate([np.linalg.norm(rows(f"layers.{i}.down", *step), axis=1) for step in steps])
+        if (sub_norm := f"layers.{i}.ffn_sub_norm.weight") in pack.tensors:
+            norms *= np.abs(rows(sub_norm, 0, neurons))
         out.append(norms)
     return out
 
 
-def _row_norms(down: WeightMatrix, ops: RowDecoder) -> F32:
-    ids = np.arange(down.shape[0], dtype=np.int32)
-    steps = range(0, len(ids), 1024)  # rows decoded at a time
-    return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])
+def passage_bytes(spec: ModelSpec, context: int) -> int:
+    """Return the bytes of `Passages`, beside those of a session that lends it its weights."""
+    return bytes_for(spec, blocks_for(context) * BLOCK)
 
 
 class Passages:

@@ -35,7 +35,11 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self.passages))
+        return self.tokens_before(len(self.passages))
+
+    def tokens_before(self, passage: int) -> int:
+        """Return the tokens of all passages before this one."""
+        return sum(map(len, self.passages[:passage]))
 
 
 def passage_tokens(context: int, prefix: int, unit: int) -> int:

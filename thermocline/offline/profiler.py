@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from thermocline import _native
-from thermocline.errors import IOFailure, Unsupported
-from thermocline.machine import hardware
-from thermocline.offline.activity import STEP, ProfileWorker, count_passages, down_norms
+from thermocline.errors import IOFailure, Unsupported, UsageError
+from thermocline.offline.activity import (
+    STEP,
+    ProfileWorker,
+    count_passages,
+    down_norms,
+    passage_bytes,
+)
 from thermocline.offline.checkpoint import ProfileCheckpoint
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
@@ -34,8 +39,8 @@ from thermocline.pack.activity_profile import (
     write_samples,
 )
 from thermocline.pack.reorder import hottest_first, write_reordered
-from thermocline.plan.memory import Needs, fit, scratch_bytes
-from thermocline.session.options import EngineOptions
+from thermocline.plan.memory import scratch_bytes
+from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
 from thermocline.session.session import Session
 
 if TYPE_CHECKING:
@@ -65,6 +70,7 @@ class ProfileJob:
     threads: int
     workers: int
     overwrite: bool = False
+    ram: float | None = None  # GiB that all of it may take; None: what is free
 
 
 @dataclass(frozen=True)
@@ -114,15 +120,14 @@ def profile(r: ProfileJob, progress: Progress) -> ProfileResult:
     check_sparse(r.pack.spec)
     n = min(r.samples, r.corpus.tokens)
     _check_disk(r.pack, r.output, n)
-    _check_memory(r)
-    checkpoint = _open_checkpoint(r, n)
-    with closing(checkpoint):
+    with _open_session(r, n, progress) as session, closing(_open_checkpoint(r, n)) as checkpoint:
         if checkpoint.replaced:
             log.warning(f"{checkpoint.directory}: was an unfinished profile of something else: starting anew")
-        before = sum(map(len, r.corpus.passages[: checkpoint.done]))
+        before = r.corpus.tokens_before(checkpoint.done)
         if before:
             log.info(f"going on after {before} of {r.corpus.tokens} tokens")
-        seconds = _count(r, checkpoint, n, progress)
+        seconds = _count(r, session, checkpoint, n, progress)
+        session.unload()  # writing has the memory for itself
         made, size, dropped = _write(r, checkpoint, n, progress)
         checkpoint.remove()
     speed = (made.tokens - before) / seconds if made.tokens > before else None
@@ -141,16 +146,38 @@ def _check_disk(pack: Pack, output: Path, n: int) -> None:
         )
 
 
-def _check_memory(r: ProfileJob) -> None:
-    s = r.pack.spec
-    scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
-    context = r.context * r.workers
-    fit(
-        s,
-        Needs("exact", context, 1, r.threads, hardware.available_bytes()),
-        weights_bytes=r.pack.weights_bytes + r.workers * (scratch + 5 * STEP * s.n_experts * s.ffn_dim),
-        context=context,
+def _open_session(r: ProfileJob, n: int, progress: Progress) -> Session:
+    """Open the pack within the memory that there is; read no weight. Raises OutOfBudget and UsageError."""
+    options = EngineOptions(
+        threads=r.threads, context=r.context, max_batch=1, kv_tokens=LENDS_WEIGHTS, ram=r.ram
     )
+
+    def reading(what: str, done: int, of: int) -> None:
+        progress(what, done, of, "B")
+
+    session = Session.open(r.pack, options, progress=reading, beside=_own_bytes(r, n))
+    if r.workers > 1 and (session.from_disk or session.placement.tables):
+        session.close()
+        raise UsageError(
+            f"--workers {r.workers}: a part of the model is read from disk, for one worker alone; leave it "
+            "out, or give more memory (--ram)"
+        )
+    return session
+
+
+def _own_bytes(r: ProfileJob, n: int) -> int:
+    """Return the most that counting takes beside the session: workers, counts, and samples to be saved."""
+    s = r.pack.spec
+    neurons, layers = s.n_experts * s.ffn_dim, len(s.ffn_layers)
+    scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
+    record = 5 * STEP * neurons  # f32, and whether it is 0
+    workers = r.workers * (passage_bytes(s, r.context) + record) + (r.workers - 1) * scratch
+    # The sum so far, the next one and its copy in a file; a passage's of each worker and one that is done.
+    counts = (4 + r.workers) * layers * len(BUCKETS) * neurons * 8
+    most = max(map(len, sampled_tokens(r.corpus.passages, n)), default=0)
+    each, norms = sample_bytes(s, active=1.0), 4 * layers * neurons if n else 0
+    samples = 2 * min(SAVE_BYTES + most * each, n * each) + (r.workers + 1) * most * each
+    return workers + counts + norms + samples
 
 
 def _open_checkpoint(r: ProfileJob, n: int) -> ProfileCheckpoint:
@@ -160,27 +187,21 @@ def _open_checkpoint(r: ProfileJob, n: int) -> ProfileCheckpoint:
     return ProfileCheckpoint(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
 
 
-def _count(r: ProfileJob, checkpoint: ProfileCheckpoint, n: int, progress: Progress) -> float:
+def _count(
+    r: ProfileJob, session: Session, checkpoint: ProfileCheckpoint, n: int, progress: Progress
+) -> float:
     """Count the remaining passages. Return the seconds taken. However it ends, the counts are saved."""
     passages, done = r.corpus.passages, checkpoint.done
     if done == len(passages):
         return 0.0
-    options = EngineOptions(threads=r.threads, context=r.context, max_batch=1)
-    session = Session.open(
-        r.pack,
-        options,
-        progress=lambda what, done, size: progress(what, done, size, "B"),
-        fits=True,
-    )
-    loaded = session.loaded
-    norms = down_norms(r.pack.spec, loaded.weights, loaded.ops) if n else []
+    norms = down_norms(r.pack) if n else []  # before the weights: a layer's rows take memory
+    weights = session.loaded.weights
     threads = max(1, r.threads // r.workers)
     prefix = r.corpus.prefix
     workers = [
-        ProfileWorker(r.pack.spec, loaded.weights, prefix, r.context, threads, norms)
-        for _ in range(r.workers)
+        ProfileWorker(r.pack.spec, weights, prefix, r.context, threads, norms) for _ in range(r.workers)
     ]
-    tokens = sum(map(len, passages[:done]))
+    tokens = r.corpus.tokens_before(done)
     begin = saved = time.monotonic()
     progress("counting", tokens, r.corpus.tokens, " tokens")
     with closing(count_passages(workers, passages[done:], sampled_tokens(passages, n)[done:])) as found:

@@ -37,8 +37,7 @@ class ProfileOptions:
     )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack at -o.")
     ram: float | None = memory_limit(
-        "Memory that all of it may take. Of a larger mixture experts stay on disk; other models have to fit.",
-        "what is free",
+        "Memory that all of it may take. Of a larger model neurons or experts stay on disk.", "what is free"
     )
     threads: int = thread_count()
     workers: int = opt(
@@ -73,10 +72,6 @@ def profile(o: ProfileOptions) -> int:
 
     if (mixture := profile_routes.mixture_of(o.model)) is not None:
         return profile_routes.profile(o, mixture)
-    if o.ram is not None:
-        raise UsageError(
-            "--ram: of a mixture without ReLU only; a model whose neurons are counted has to fit in memory"
-        )
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)
@@ -152,6 +147,7 @@ def profile_request(o: ProfileOptions) -> ProfileJob:
         threads=threads,
         workers=o.workers,
         overwrite=o.force,
+        ram=o.ram,
     )
 
 
