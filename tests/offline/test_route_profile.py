@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from thermocline.cli.commands.routing.trace import POLICIES as SAID
 from thermocline.engine.decoder import ffn_input
 from thermocline.errors import BadFile
 from thermocline.machine.tiers import read_tiers
+from thermocline.offline.corpus import random_corpus
 from thermocline.offline.routing.ceilings import POLICIES, ceilings, played
 from thermocline.offline.routing.recorder import RouteRecorder
-from thermocline.offline.routing.route_profiler import traced_passages
+from thermocline.offline.routing.route_profiler import RouteJob, profile_routes, traced_passages
 from thermocline.offline.routing.route_trace import read_route_trace
 from thermocline.offline.routing.statistics import Choices
 from thermocline.opening.open_model import open_model
@@ -149,6 +151,53 @@ def test_a_profile_with_experts_on_disk_is_that_of_memory(
     for i in wanted.counts:
         assert np.array_equal(found.counts[i], wanted.counts[i])
         assert np.array_equal(found.traced[i], wanted.traced[i])
+
+
+def test_an_interrupted_profile_goes_on(model: StoredModel, thermocline: Run) -> None:
+    """From the counts that it left, unless the text is another one; and nothing of them stays."""
+    path, wanted = path_of(model), open_routes(model)
+    assert wanted is not None
+    left, before = path.with_name(f"{path.name}.unfinished"), path.read_bytes()
+    job = RouteJob(
+        model, random_corpus(model, 1024, 64, 1), EngineOptions(context=64, max_batch=1, threads=2)
+    )
+    steps: list[int] = []
+
+    def interrupt(what: str, done: int, total: int, unit: str) -> None:
+        steps.append(done) if what == "counting" else None
+        if steps and steps[-1] == 640:
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            profile_routes(job, interrupt)
+        assert left.exists() and path.read_bytes() == before
+        kept = left.read_bytes()
+        other = replace(job, corpus=random_corpus(model, 128, 64, 1, seed=2))
+        assert profile_routes(other, lambda *_: None).resumed_tokens == 0 and not left.exists()
+        left.write_bytes(kept)
+        done = profile_routes(job, lambda *_: None)
+        found = open_routes(model)
+    finally:
+        path.write_bytes(before)
+    assert found is not None and done.resumed_tokens == 640 and not left.exists()
+    assert 0 in steps and done.tokens_per_s is not None
+    for i in wanted.counts:
+        assert np.array_equal(found.counts[i], wanted.counts[i])
+        assert np.array_equal(found.traced[i], wanted.traced[i])
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(
+    files: tuple[Path, Path], thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thermocline.offline.activity.Passages.compute", interrupted)
+    told = thermocline("profile", files[0], "--tokens", 128, "--ctx", 64)
+    left = path_of(open_model(files[0], "", None)).with_name("routes.safetensors.unfinished")
+    assert told.code == 130 and "the same command goes on from here" in told.err and left.exists()
+    left.unlink()
 
 
 def test_too_little_memory_for_a_profile_is_refused_in_one_line(model: StoredModel, thermocline: Run) -> None:

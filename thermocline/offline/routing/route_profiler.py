@@ -1,30 +1,39 @@
 """`thermocline profile` of a mixture: run it over text, count its experts, and keep a part of the choices.
 
-Nothing of the model is written: the profile lies beside it (`pack/route_profile.py`).
+Nothing of the model is written: the profile lies beside it (`pack/route_profile.py`), and until it is whole a
+checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thermocline.errors import IOFailure
-from thermocline.offline.activity import Passages
+from thermocline.offline.activity import Passages, passage_bytes
 from thermocline.offline.corpus import Corpus
 from thermocline.offline.routing.recorder import RouteRecorder, check_routed
+from thermocline.offline.routing.route_checkpoint import RouteCheckpoint, RouteCounts
 from thermocline.ops.interface import I32
-from thermocline.pack.route_profile import I64, U16, RouteProfile, path_of, routed_layers
+from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
+from thermocline.plan.memory import context_for
+from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
 from thermocline.session.session import Session
 
 if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
     from thermocline.pack.stored_model import StoredModel
-    from thermocline.session.options import EngineOptions
 
+log = logging.getLogger(__name__)
+
+SAVE_S = 30.0  # a checkpoint is saved after this time
+ARRAY_BYTES = 128  # of an array's own, beside its numbers
 TRACED = 8192  # tokens of the trace at most: 3 MB of Qwen3-30B-A3B's 48 layers, of which 8 experts are taken
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
@@ -44,7 +53,8 @@ class RoutesCounted:
     """The result of a profile."""
 
     profile: RouteProfile
-    tokens_per_s: float
+    tokens_per_s: float | None  # of the tokens counted now; None if a checkpoint had all of them
+    resumed_tokens: int  # tokens that a checkpoint had
 
 
 def check_target(model: StoredModel) -> None:
@@ -61,35 +71,60 @@ def traced_passages(passages: Sequence[I32], most: int = TRACED) -> set[int]:
     return {int(order[0]), *map(int, order[sizes <= most])}
 
 
+def _own_bytes(spec: ModelSpec, context: int) -> int:
+    """Return what counting takes beside the session: a passage, its routers' shares, the trace."""
+    rows = spec.n_layers * context * (4 * spec.n_experts + ARRAY_BYTES)
+    trace = 2 * 2 * spec.n_layers * (TRACED + context) * spec.n_experts_active  # in pieces, and joined
+    return passage_bytes(spec, context) + rows + trace
+
+
 def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
-    """Count the experts of a mixture. Raises Unsupported, OutOfBudget or IOFailure, early if possible."""
+    """Count the experts of a mixture, and write its profile. An interrupted one goes on where it was.
+
+    Raises Unsupported, OutOfBudget or IOFailure, early if possible.
+    """
     model, spec, corpus = job.model, job.model.spec, job.corpus
+    context = context_for(spec, job.options.context)
     check_routed(spec)
     check_target(model)
 
     def reading(what: str, done: int, total: int) -> None:
         progress(what, done, total, "B")
 
-    with Session.open(model, job.options, progress=reading) as session:
-        weights = session.loaded.weights
-        recorder = RouteRecorder(session.threads, spec, weights.layers)
-        steps = Passages(spec, weights, recorder, session.context)
-        layers, kept = routed_layers(spec), traced_passages(corpus.passages)
-        counts: dict[int, I64] = {i: np.zeros(spec.n_experts, np.int64) for i in layers}
-        traced: dict[int, list[U16]] = {i: [] for i in layers}
-        done, begin = 0, time.monotonic()
-        for number, passage in enumerate(corpus.passages):
-            progress("counting", done, corpus.tokens, " tokens")
-            recorder.begin()
-            steps.compute(np.concatenate([corpus.prefix, passage]))
-            chosen = recorder.choices(corpus.name).chosen
-            for i, all_of in zip(layers, chosen, strict=True):
-                mine = all_of[len(corpus.prefix) :]
-                counts[i] += np.bincount(mine.ravel(), minlength=spec.n_experts)
-                if number in kept:
-                    traced[i].append(mine.astype(np.uint16))
-            done += len(passage)
-        progress("counting", done, corpus.tokens, " tokens")
-    trace = {i: np.concatenate(parts) for i, parts in traced.items()}
-    seconds = time.monotonic() - begin
-    return RoutesCounted(RouteProfile(done, corpus.sha256, counts, trace), done / seconds)
+    options = replace(job.options, kv_tokens=LENDS_WEIGHTS)
+    checkpoint = RouteCheckpoint(model, corpus, context)
+    with Session.open(model, options, progress=reading, beside=_own_bytes(spec, context)) as session:
+        state = found = checkpoint.load()
+        before = corpus.tokens_before(found.done)
+        if before:
+            log.info(f"going on after {before} of {corpus.tokens} tokens")
+        begin = saved = time.monotonic()
+        try:
+            for state in _counted(corpus, session, context, found):
+                progress("counting", corpus.tokens_before(state.done), corpus.tokens, " tokens")
+                if time.monotonic() - saved > SAVE_S:
+                    checkpoint.save(state)
+                    saved = time.monotonic()
+        except BaseException:
+            checkpoint.save(state)
+            raise
+    profile, now = checkpoint.profile(state), corpus.tokens - before
+    write_routes(model, profile)
+    checkpoint.remove()
+    return RoutesCounted(profile, now / (time.monotonic() - begin) if now else None, before)
+
+
+def _counted(corpus: Corpus, session: Session, context: int, state: RouteCounts) -> Iterator[RouteCounts]:
+    """Yield the counts so far, and after each further passage."""
+    yield state
+    if state.done == len(corpus.passages):
+        return
+    spec, weights, kept = session.pack.spec, session.loaded.weights, traced_passages(corpus.passages)
+    recorder, skip = RouteRecorder(session.threads, spec, weights.layers), len(corpus.prefix)
+    passages = Passages(spec, weights, recorder, context)
+    for passage in corpus.passages[state.done :]:
+        recorder.begin()
+        passages.compute(np.concatenate([corpus.prefix, passage]))
+        chosen = recorder.choices(corpus.name).chosen
+        state = state.after([c[skip:].astype(np.uint16) for c in chosen], traced=state.done in kept)
+        yield state

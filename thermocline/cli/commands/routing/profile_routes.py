@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline.cli.console import ProgressBar, emit, emit_json
+from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.table import table
 from thermocline.errors import UsageError
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from thermocline.cli.commands.profile_pack import ProfileOptions
     from thermocline.offline.routing.route_profiler import RouteJob, RoutesCounted
     from thermocline.pack.stored_model import StoredModel
+
+log = logging.getLogger(__name__)
 
 HELD = (0.1, 0.2, 0.4)  # shares of a layer's experts
 
@@ -37,7 +40,7 @@ def mixture_of(model: str | None) -> StoredModel | None:
 
 def profile(o: ProfileOptions, model: StoredModel) -> int:
     from thermocline.offline.routing import route_profiler
-    from thermocline.pack.route_profile import path_of, write_routes
+    from thermocline.pack.route_profile import path_of
 
     for flag, given in (
         ("-o", o.output), ("--samples", o.samples > 0), ("--plot", o.plot), ("--workers", o.workers > 1),
@@ -50,8 +53,11 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
             )
     route_profiler.check_target(model)
     with ProgressBar(quiet=o.quiet) as progress:
-        done = route_profiler.profile_routes(_job(o, model), progress.at)
-        write_routes(model, done.profile)
+        try:
+            done = route_profiler.profile_routes(_job(o, model), progress.at)
+        except KeyboardInterrupt:
+            log.info("interrupted: the same command goes on from here")
+            return INTERRUPTED
     about = _about(done) | {"path": str(path_of(model))}
     if o.json:
         emit_json(about)
@@ -112,8 +118,10 @@ def _rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         return "  ".join(f"{name} {v:.3f}" for name, v in values.items())
 
     total = about["layers"] * about["experts"]
+    speed = about["tokens_per_s"]
+    fast = f", {speed:,.0f} a second" if speed else ""
     return [
-        ("tokens", f"{about['tokens']:,}, {about['tokens_per_s']:,.0f} a second; {about['traced']:,} traced"),
+        ("tokens", f"{about['tokens']:,}{fast}; {about['traced']:,} traced"),
         ("experts", f"{about['active']} of {about['experts']} in each of {about['layers']} layers"),
         ("never chosen", f"{about['never_chosen']:,} of {total:,}"),
         ("skew", f"{said(about['skew'])}  of choices on the hottest"),
