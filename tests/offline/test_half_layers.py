@@ -15,9 +15,9 @@ from test_twins import Model, in_numpy
 
 from thermocline.convert import synthetic
 from thermocline.model.activations import route
-from thermocline.offline import train
 from thermocline.offline.activity import ProfileWorker, down_norms
 from thermocline.offline.need_trace import read_trace
+from thermocline.offline.training import train
 from thermocline.ops import reference
 from thermocline.ops.interface import FFNStats
 from thermocline.pack.activity_profile import open_profile, open_samples, summary

@@ -15,8 +15,8 @@ from build_docs import difference
 from conftest import Ran
 
 from thermocline.cli import main
-from thermocline.offline import calibrate, fit_mlp, fit_svd, train
-from thermocline.offline.calibrate import PRICES, Costs, Curves, LayerSamples
+from thermocline.offline.training import calibrate, fit_mlp, fit_svd, train
+from thermocline.offline.training.calibrate import PRICES, Costs, Curves, LayerSamples
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import FILE, LayerPredictor, open_predictors
 
@@ -315,7 +315,7 @@ def test_without_torch_only_training_is_refused(
 
 
 def test_after_the_deadline_only_the_price_that_misses_least_is_tried() -> None:
-    found = train.Shortlist.of(Pack.open(Path(train.__file__).parents[1] / "bundled").spec, 100, forced=True)
+    found = train.Shortlist.of(Pack.open(Path(train.__file__).parents[2] / "bundled").spec, 100, forced=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "meets", lambda at, r: False)
         assert train.search([found], lambda layers: None, None, 0.0)[::2] == (len(PRICES) - 1, 1)  # type: ignore
@@ -323,7 +323,7 @@ def test_after_the_deadline_only_the_price_that_misses_least_is_tried() -> None:
 
 def test_the_search_ends_at_the_lowest_price_that_keeps_to_what_was_asked() -> None:
     """A judge that passes from one price on: bisection finds it, wherever it is."""
-    spec = Pack.open(Path(train.__file__).parents[1] / "bundled").spec
+    spec = Pack.open(Path(train.__file__).parents[2] / "bundled").spec
     none = np.zeros(spec.ffn_dim, np.float32)
     bits = np.zeros((spec.ffn_dim, spec.dim // 8), np.uint8)
     found = train.Shortlist.of(spec, 100, forced=True)

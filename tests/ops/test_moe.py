@@ -40,9 +40,9 @@ from thermocline.model import activations, families, quant
 from thermocline.model.sizes import sizes_of
 from thermocline.model.spec import PLAIN_ROUTER, ROUTER_SCORES, ROUTER_WEIGHTS, Router
 from thermocline.model.tensors import expected_tensors
-from thermocline.offline import calibrate, train
 from thermocline.offline.activity import ProfileWorker
-from thermocline.offline.calibrate import LayerSamples
+from thermocline.offline.training import calibrate, train
+from thermocline.offline.training.calibrate import LayerSamples
 from thermocline.ops import reference
 from thermocline.ops.cpu import native_rule
 from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm, Weights

@@ -25,7 +25,7 @@ from thermocline.convert import importer, synthetic
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
 from thermocline.machine.tiers import read_tiers
 from thermocline.model import families
-from thermocline.offline import fit_svd, train
+from thermocline.offline.training import fit_svd, train
 from thermocline.opening.open_model import open_model
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, predictors_for, write_predictors

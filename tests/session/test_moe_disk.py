@@ -27,11 +27,12 @@ from thermocline.model.modes import SPARSITIES
 from thermocline.model.sizes import sizes_of
 from thermocline.model.spec import PLAIN_ROUTER, ModelSpec
 from thermocline.model.tensors import expected_tensors, place
-from thermocline.offline import bench, fit_svd, train
+from thermocline.offline import bench
 from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
+from thermocline.offline.training import fit_svd, train
 from thermocline.ops.cpu import CpuOps, native_rule
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors

@@ -157,7 +157,7 @@ def _measured(o: PackOptions, pack: Pack) -> tuple[str, I32] | None:
         return f"{o.calibrate}, which calibrated (it is short: --measure takes another)", used
     if o.importance is None:
         return None
-    from thermocline.offline.trial import MIX
+    from thermocline.offline.training.trial import MIX
 
     parts = [
         over_texts.windows_for(pack, _text(str(path)), MEASURED_TOKENS // 4)

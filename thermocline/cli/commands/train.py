@@ -17,8 +17,8 @@ from thermocline.errors import UsageError
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, whole
 
 if TYPE_CHECKING:
-    from thermocline.offline.train import TrainJob
-    from thermocline.offline.trial import Texts
+    from thermocline.offline.training.train import TrainJob
+    from thermocline.offline.training.trial import Texts
     from thermocline.pack.activity_profile import Samples
     from thermocline.pack.pack import Pack
 
@@ -77,7 +77,7 @@ class TrainOptions:
 
 def train(o: TrainOptions) -> int:
     """Write nothing where exact reads less and no kind was asked for, nor where fidelity was not reached."""
-    from thermocline.offline import train as training
+    from thermocline.offline.training import train as training
     from thermocline.pack.predictor import write_predictors
 
     request, samples = train_request(o)
@@ -115,8 +115,9 @@ def train(o: TrainOptions) -> int:
 def train_request(o: TrainOptions) -> tuple[TrainJob, Samples]:
     """Return the options as a request. A pack that cannot be trained for is refused at once."""
     from thermocline.machine import hardware
-    from thermocline.offline import evaluate, fit_mlp
-    from thermocline.offline import train as training
+    from thermocline.offline import evaluate
+    from thermocline.offline.training import fit_mlp
+    from thermocline.offline.training import train as training
     from thermocline.pack.pack import Pack
 
     pack = Pack.open(pack_directory(o.model))
@@ -147,7 +148,7 @@ def train_request(o: TrainOptions) -> tuple[TrainJob, Samples]:
 def _to_measure_on(pack: Pack, text: str | None, context: int, limit: int) -> Texts:
     """Return the given text, or the package's mix; none for a pack without a tokenizer."""
     from thermocline.offline import evaluate
-    from thermocline.offline.trial import mix
+    from thermocline.offline.training.trial import mix
     from thermocline.text.tokenizer import FILE, Tokenizer, read_text
 
     if not (pack.path / FILE).exists():

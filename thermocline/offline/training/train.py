@@ -19,9 +19,9 @@ from thermocline.errors import Unsupported, UsageError
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.activations import route
-from thermocline.offline import calibrate, fit_mlp, fit_svd
-from thermocline.offline.calibrate import PRICES, TYPICAL, Costs, LayerSamples
-from thermocline.offline.trial import Judge, Layers, Progress, Texts, TrialJob, Verdict, past
+from thermocline.offline.training import calibrate, fit_mlp, fit_svd
+from thermocline.offline.training.calibrate import PRICES, TYPICAL, Costs, LayerSamples
+from thermocline.offline.training.trial import Judge, Layers, Progress, Texts, TrialJob, Verdict, past
 from thermocline.pack.activity_profile import AGAIN, Rows, Samples, open_profile, open_samples
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, scores, stored, stored_bytes

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import Unsupported
-from thermocline.offline.calibrate import LayerSamples
+from thermocline.offline.training.calibrate import LayerSamples
 from thermocline.ops.interface import F32
 
 BATCH = 128  # tokens

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from thermocline.files.bounded import Json
     from thermocline.pack.pack import Pack
 
-MIX = Path(__file__).parents[1] / "mix"
+MIX = Path(__file__).parents[2] / "mix"
 OWN = "its own"  # the text that a model writes
 OWN_TOGETHER = 4  # of them, computed together
 Layers = list[LayerPredictor | None]
