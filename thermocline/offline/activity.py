@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,20 @@ def add_windows(active: NDArray[np.uint8], counts: I64) -> None:
 class ActivityRecorder(CpuOps):
     """The native ops. They count each FFN's activations, and sample them at the wanted rows."""
 
-    def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer], norms: Sequence[F32]) -> None:
-        """`norms` are those of each layer's down rows. They may be empty if nothing is sampled."""
+    def __init__(
+        self,
+        threads: int,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        norms: Sequence[F32],
+        sampled: Collection[int] | None = None,
+    ) -> None:
+        """`norms` are those of each layer's down rows. They may be empty if nothing is sampled.
+
+        `sampled`: the layers to sample; None: all of them.
+        """
         super().__init__(threads)
+        self._sampled = [sampled is None or i in sampled for i in spec.ffn_layers]
         self._spec, self._layers, self._norms = spec, [layers[i] for i in spec.ffn_layers], norms
         self._skip, self._wanted = 0, np.empty(0, np.int64)
 
@@ -102,7 +113,7 @@ class ActivityRecorder(CpuOps):
     ) -> None:
         layer, self._layer = self._layer, self._layer + 1
         seen = None
-        if len(self._wanted):  # before x, maybe h, changes
+        if len(self._wanted) and self._sampled[layer]:  # before x, maybe h, changes
             seen = ffn_input(self._spec, self._layers[layer], h[self._wanted], opaque(self))
         record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
         super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
@@ -147,9 +158,13 @@ def passage_bytes(spec: ModelSpec, context: int) -> int:
 class Passages:
     """Computes passages, each on its own, with ops that look on, in a KV cache of its own."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: CpuOps, context: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, ops: CpuOps, context: int, depth: int | None = None
+    ) -> None:
+        """`depth`: the number of layers to compute; None: all of them."""
         self._ops = opaque(ops)
-        self._model = bind(for_context(spec, context), weights, self._ops)
+        m = bind(for_context(spec, context), weights, self._ops)
+        self._model = replace(m, attention=m.attention[:depth], mixers=m.mixers[:depth], ffn=m.ffn[:depth])
         self._kv = KVCache(spec, blocks_for(context))
         self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
         self._states = StateTurns(spec)
@@ -177,11 +192,20 @@ class ProfileWorker:
     """Runs one passage at a time through the decoder, with its own thread pool and KV cache."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, prefix: I32, context: int, threads: int, norms: Sequence[F32]
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        prefix: I32,
+        context: int,
+        threads: int,
+        norms: Sequence[F32],
+        sampled: Collection[int] | None = None,
     ) -> None:
+        """`sampled`: the layers to sample, up to which the model is computed; None: all of them."""
         self._prefix = prefix
-        self._ops = ActivityRecorder(threads, spec, weights.layers, norms)
-        self._passages = Passages(spec, weights, self._ops, context)
+        self._ops = ActivityRecorder(threads, spec, weights.layers, norms, sampled)
+        depth = None if sampled is None else max(sampled) + 1
+        self._passages = Passages(spec, weights, self._ops, context, depth)
 
     def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
         """Count a passage's active neurons. `wanted` are the tokens to sample, ascending.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -153,8 +153,8 @@ class ProfileCheckpoint:
             found[layer] += nnz
         return found
 
-    def rows(self, places: Sequence[I64]) -> Iterator[Rows]:
-        """Yield the samples of each layer with an FFN, for a pack with its neurons at `places`.
+    def rows(self, places: Mapping[int, I64]) -> Iterator[Rows]:
+        """Yield the samples of these layers, for a pack with its neurons at `places`.
 
         One layer is in memory.
         """
@@ -163,9 +163,10 @@ class ProfileCheckpoint:
             pieces[layer].append((tokens, nnz, at))
         fd, _ = open_regular(self.directory / SAMPLES)
         try:
-            for layer, mine in enumerate(pieces):
-                read = [self._unpacked(fd, layer, *piece) for piece in mine]
-                yield _joined(read, places[layer])
+            for i, new in places.items():
+                layer = self._spec.ffn_layers.index(i)
+                read = [self._unpacked(fd, layer, *piece) for piece in pieces[layer]]
+                yield _joined(read, new)
         finally:
             os.close(fd)
 

@@ -71,6 +71,8 @@ class ProfileJob:
     workers: int
     overwrite: bool = False
     ram: float | None = None  # GiB that all of it may take; None: what is free
+    sampled: tuple[int, ...] | None = None  # layers to sample, up to which the model runs; None: all of them
+    active: float = 1.0  # at most about this share of neurons is active
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,10 @@ class ProfileResult:
     dropped: tuple[str, ...]  # files of the old order that were removed
 
 
-def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE) -> int:
-    """Return the bytes of one sampled token if a share `active` of the neurons is active."""
-    return len(spec.ffn_layers) * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
+def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE, layers: Sequence[int] | None = None) -> int:
+    """Return the bytes of one token sampled in some layers (None: all) if `active` of the neurons are."""
+    of = spec.ffn_layers if layers is None else layers
+    return len(of) * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
 
 
 def default_samples(spec: ModelSpec) -> int:
@@ -120,13 +123,13 @@ def profile(r: ProfileJob, progress: Progress) -> ProfileResult:
     check_sparse(r.pack.spec)
     n = min(r.samples, r.corpus.tokens)
     _check_disk(r.pack, r.output, n)
-    with _open_session(r, n, progress) as session, closing(_open_checkpoint(r, n)) as checkpoint:
+    with open_session(r, n, progress) as session, closing(_open_checkpoint(r, n)) as checkpoint:
         if checkpoint.replaced:
             log.warning(f"{checkpoint.directory}: was an unfinished profile of something else: starting anew")
         before = r.corpus.tokens_before(checkpoint.done)
         if before:
             log.info(f"going on after {before} of {r.corpus.tokens} tokens")
-        seconds = _count(r, session, checkpoint, n, progress)
+        seconds = count(r, session, checkpoint, n, progress)
         session.unload()  # writing has the memory for itself
         made, size, dropped = _write(r, checkpoint, n, progress)
         checkpoint.remove()
@@ -146,7 +149,7 @@ def _check_disk(pack: Pack, output: Path, n: int) -> None:
         )
 
 
-def _open_session(r: ProfileJob, n: int, progress: Progress) -> Session:
+def open_session(r: ProfileJob, n: int, progress: Progress) -> Session:
     """Open the pack within the memory that there is; read no weight. Raises OutOfBudget and UsageError."""
     options = EngineOptions(
         threads=r.threads, context=r.context, max_batch=1, kv_tokens=LENDS_WEIGHTS, ram=r.ram
@@ -175,7 +178,7 @@ def _own_bytes(r: ProfileJob, n: int) -> int:
     # The sum so far, the next one and its copy in a file; a passage's of each worker and one that is done.
     counts = (4 + r.workers) * layers * len(BUCKETS) * neurons * 8
     most = max(map(len, sampled_tokens(r.corpus.passages, n)), default=0)
-    each, norms = sample_bytes(s, active=1.0), 4 * layers * neurons if n else 0
+    each, norms = sample_bytes(s, r.active, r.sampled), 4 * layers * neurons if n else 0
     samples = 2 * min(SAVE_BYTES + most * each, n * each) + (r.workers + 1) * most * each
     return workers + counts + norms + samples
 
@@ -187,7 +190,7 @@ def _open_checkpoint(r: ProfileJob, n: int) -> ProfileCheckpoint:
     return ProfileCheckpoint(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
 
 
-def _count(
+def count(
     r: ProfileJob, session: Session, checkpoint: ProfileCheckpoint, n: int, progress: Progress
 ) -> float:
     """Count the remaining passages. Return the seconds taken. However it ends, the counts are saved."""
@@ -199,7 +202,8 @@ def _count(
     threads = max(1, r.threads // r.workers)
     prefix = r.corpus.prefix
     workers = [
-        ProfileWorker(r.pack.spec, weights, prefix, r.context, threads, norms) for _ in range(r.workers)
+        ProfileWorker(r.pack.spec, weights, prefix, r.context, threads, norms, r.sampled)
+        for _ in range(r.workers)
     ]
     tokens = r.corpus.tokens_before(done)
     begin = saved = time.monotonic()
@@ -237,9 +241,8 @@ def _write(
     def finish(directory: Path) -> None:
         write_profile(directory, found)
         if n:
-            write_samples(
-                directory, s, n, checkpoint.active(), checkpoint.rows([places[i] for i in s.ffn_layers])
-            )
+            rows = checkpoint.rows({i: places[i] for i in s.ffn_layers})
+            write_samples(directory, s, n, checkpoint.active(), rows)
 
     write_reordered(
         r.pack,
