@@ -17,7 +17,7 @@ from thermocline.convert import synthetic
 from thermocline.model.activations import route
 from thermocline.offline.activity import ProfileWorker, down_norms
 from thermocline.offline.need_trace import read_trace
-from thermocline.offline.training import train
+from thermocline.offline.training import fits
 from thermocline.ops import reference
 from thermocline.ops.interface import FFNStats
 from thermocline.pack.activity_profile import open_profile, open_samples, summary
@@ -141,5 +141,5 @@ def test_predictors_are_trained_where_there_are_neurons(profiled: Pack, thermocl
     bias = read_tensor(profiled, "layers.6.router.selection_bias").view("<f4").reshape(-1)
     s, logits = profiled.spec, rows[0].astype(np.float32) @ router.T
     wanted = route(logits, s.n_experts_active, s.router, bias) != 0
-    got = train.layer_samples(profiled, 6, rows)
+    got = fits.layer_samples(profiled, 6, rows)
     assert got.chosen is not None and (got.chosen == wanted).mean() > 0.98

@@ -18,7 +18,7 @@ from thermocline.cli import main
 from thermocline.offline.training import calibrate, fit_mlp, fit_svd, train
 from thermocline.offline.training.calibrate import PRICES, Costs, Curves, LayerSamples
 from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import FILE, LayerPredictor, open_predictors
+from thermocline.pack.predictor import FILE, open_predictors
 
 Thermocline = Callable[..., Ran]
 SEED = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def test_no_threshold_costs_less_than_the_calibrated_one() -> None:
     a, mass = activity()
     scores = (mass + SEED.standard_normal(mass.shape)).astype(np.float32)
     scores[:20] = np.round(scores[:20])  # ties
-    found = calibrate.curves(scores, a)
+    found = calibrate.curves(lambda begin, end: scores[:, begin:end], a)
     energy = (mass.astype(np.float64) ** 2).sum()
     for price in (0, calibrate.TYPICAL, len(PRICES) - 1):
         for i in range(a.neurons):
@@ -66,7 +66,8 @@ def test_no_threshold_costs_less_than_the_calibrated_one() -> None:
 
 def test_a_higher_price_misses_less() -> None:
     a, mass = activity(200, 20)
-    found = calibrate.curves((mass + SEED.standard_normal(mass.shape)).astype(np.float32), a)
+    scores = (mass + SEED.standard_normal(mass.shape)).astype(np.float32)
+    found = calibrate.curves(lambda begin, end: scores[:, begin:end], a)
     missed, predicted = found.missed.sum(axis=1), found.predicted.sum(axis=1)
     assert (np.diff(missed) <= 1e-7).all() and (np.diff(predicted) >= -1e-7).all()
     assert missed[0] > 0.1 and missed[-1] < 1e-3
@@ -77,7 +78,7 @@ def test_neurons_are_hot_as_far_as_asking_costs_more() -> None:
     shape = (len(PRICES), 40)
     predicted = np.sort(rng.random(shape))[:, ::-1].astype(np.float32)
     zeros, ones = np.zeros(shape, np.float32), np.ones(40, np.float32)
-    c = Curves(zeros, predicted, zeros, ones)
+    c = Curves(zeros, predicted, zeros, zeros, zeros, ones, 0.1)
     costs = Costs(first=500, ask=36, gate=100)
     for price in range(len(PRICES)):
         totals = [500 + h * 100 + float((36 + 100 * predicted[price, h:]).sum()) for h in range(41)]
@@ -87,12 +88,22 @@ def test_neurons_are_hot_as_far_as_asking_costs_more() -> None:
 
 
 def test_figures_are_counted_from_the_missed() -> None:
-    a, mass = activity()
-    on = SEED.random(mass.shape) < 0.7
-    found = calibrate.PredictionQuality.of(on, a)
-    assert found.recall == pytest.approx((on & (mass > 0)).sum() / (mass > 0).sum())
-    assert found.missed_mass == pytest.approx(mass[~on].sum() / mass.sum(), rel=1e-5)
-    assert found.predicted == pytest.approx(on.mean()) and found.active == pytest.approx((mass > 0).mean())
+    a, mass = activity(300, 20)
+    scores = (mass + SEED.standard_normal(mass.shape)).astype(np.float32)
+    c = calibrate.curves(lambda begin, end: scores[:, begin:end], a)
+    for price, hot in ((0, 0), (calibrate.TYPICAL // 2, 7), (calibrate.TYPICAL, 20)):
+        on = scores >= c.threshold[price]
+        on[:, :hot] = True
+        found = calibrate.PredictionQuality.of(c, price, hot)
+        assert found.recall == pytest.approx((on & (mass > 0)).sum() / (mass > 0).sum())
+        assert found.missed_mass == pytest.approx(mass[~on].sum() / mass.sum(), abs=1e-6)
+        missed = (mass[~on].astype(np.float64) ** 2).sum() / (mass.astype(np.float64) ** 2).sum()
+        assert found.missed_energy == pytest.approx(missed, abs=1e-6)
+        assert found.predicted == pytest.approx(on.mean()) and found.active == pytest.approx(
+            (mass > 0).mean()
+        )
+    every = calibrate.PredictionQuality.exact(a)
+    assert (every.predicted, every.recall, every.missed_mass) == (1, 1, 0) and every.active == found.active
 
 
 def test_the_svd_is_the_best_of_its_rank_for_these_inputs() -> None:
@@ -314,26 +325,21 @@ def test_without_torch_only_training_is_refused(
     assert ran.code == 0, ran.err
 
 
-def test_after_the_deadline_only_the_price_that_misses_least_is_tried() -> None:
-    found = train.Shortlist.of(Pack.open(Path(train.__file__).parents[2] / "bundled").spec, 100, forced=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "meets", lambda at, r: False)
-        assert train.search([found], lambda layers: None, None, 0.0)[::2] == (len(PRICES) - 1, 1)  # type: ignore
+def test_after_the_deadline_only_the_price_that_misses_least_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train, "meets", lambda at, r: False)
+    assert train.search(lambda price: None, None, 0.0)[::2] == (len(PRICES) - 1, 1)  # type: ignore
 
 
 def test_the_search_ends_at_the_lowest_price_that_keeps_to_what_was_asked() -> None:
     """A judge that passes from one price on: bisection finds it, wherever it is."""
-    spec = Pack.open(Path(train.__file__).parents[2] / "bundled").spec
-    none = np.zeros(spec.ffn_dim, np.float32)
-    bits = np.zeros((spec.ffn_dim, spec.dim // 8), np.uint8)
-    found = train.Shortlist.of(spec, 100, forced=True)
-    found.best = [LayerPredictor("sign", None, None, bits, none + i, 0) for i in range(len(PRICES))]
     for wanted in (0, 7, calibrate.TYPICAL, len(PRICES) - 1):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "meets", lambda at, r, wanted=wanted: at >= wanted)
-            judge = lambda layers: int(layers[0].threshold[0])  # noqa: E731
-            price, _, tried = train.search([found], judge, None, float("inf"))  # type: ignore[arg-type]
+            judge = lambda price: price  # noqa: E731
+            price, _, tried = train.search(judge, None, float("inf"))  # type: ignore
             assert price == wanted and tried <= 7
             for near in (0, wanted, max(0, wanted - 3), min(len(PRICES) - 1, wanted + 2)):
-                price, _, tried = train.search([found], judge, None, float("inf"), near)  # type: ignore[arg-type]
+                price, _, tried = train.search(judge, None, float("inf"), near)  # type: ignore
                 assert price == wanted and tried <= (12 if near == 0 else 7)

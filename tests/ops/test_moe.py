@@ -41,7 +41,7 @@ from thermocline.model.sizes import sizes_of
 from thermocline.model.spec import PLAIN_ROUTER, ROUTER_SCORES, ROUTER_WEIGHTS, Router
 from thermocline.model.tensors import expected_tensors
 from thermocline.offline.activity import ProfileWorker
-from thermocline.offline.training import calibrate, train
+from thermocline.offline.training import calibrate, fits
 from thermocline.offline.training.calibrate import LayerSamples
 from thermocline.ops import reference
 from thermocline.ops.cpu import native_rule
@@ -468,7 +468,7 @@ def test_a_neuron_counts_where_its_expert_was_chosen(profiled: Path) -> None:
         samples = open_samples(Pack.open(profiled))
         assert samples is not None
         with samples:
-            a = train.layer_samples(Pack.open(profiled), layer, samples.layer(layer))
+            a = fits.layer_samples(Pack.open(profiled), layer, samples.layer(layer))
         assert a.chosen is not None and (a.chosen.sum(axis=1) == s.n_experts_active).mean() > 0.99
         assert a.chosen[a.token, a.neuron // s.ffn_dim].all()
 
@@ -477,7 +477,7 @@ def test_a_neuron_counts_where_its_expert_was_chosen(profiled: Path) -> None:
 def test_predictors_are_asked_by_the_chosen_experts_and_pay(
     profiled: Path, thermocline: Thermocline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_ranks", lambda *about: [96])  # what was planted, and the moods
+    monkeypatch.setattr(fits, "_ranks", lambda *about: [96])  # what was planted, and the moods
     bounds = ("--max-kld", "0.05", "--max-ppl", "5", "--ctx", "64", "--limit", "2")
     ran = thermocline("train", profiled, "--kind", "svd", *bounds, "--json", "-q")
     assert ran.code == 0, ran.err
@@ -512,7 +512,7 @@ def test_thresholds_are_found_among_the_tokens_that_ask() -> None:
     a = LayerSamples(x, indptr, neuron, mass[token, neuron], experts * each, chosen)
     scores = (mass + rng.standard_normal(mass.shape)).astype(np.float32)
     scores[~np.repeat(chosen, each, axis=1)] = 1e6  # of others: must not matter
-    found = calibrate.curves(scores, a)
+    found = calibrate.curves(lambda begin, end: scores[:, begin:end], a)
     assert np.isinf(found.threshold[:, 2 * each :]).all() and (found.predicted[:, 2 * each :] == 0).all()
     energy = (mass.astype(np.float64) ** 2).sum()
     for i in range(2 * each):

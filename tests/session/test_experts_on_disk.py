@@ -25,7 +25,7 @@ from thermocline.convert import importer, synthetic
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
 from thermocline.machine.tiers import read_tiers
 from thermocline.model import families
-from thermocline.offline.training import fit_svd, train
+from thermocline.offline.training import fit_svd, fits
 from thermocline.opening.open_model import open_model
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, predictors_for, write_predictors
@@ -413,7 +413,7 @@ def test_predictors_name_the_same_neurons_of_experts_on_disk(tmp_path: Path) -> 
     threshold = np.full(n, 4, np.float32)
     guess = [
         LayerPredictor(
-            "sign", None, None, fit_svd.signs(train.gate_rows(made, i)), threshold, 0, made.spec.n_experts
+            "sign", None, None, fit_svd.signs(fits.gate_rows(made, i)), threshold, 0, made.spec.n_experts
         )
         for i in range(made.spec.n_layers)
     ]

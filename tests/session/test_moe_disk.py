@@ -32,7 +32,7 @@ from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
-from thermocline.offline.training import fit_svd, train
+from thermocline.offline.training import fit_svd, fits
 from thermocline.ops.cpu import CpuOps, native_rule
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
@@ -76,7 +76,7 @@ def predicting(pack: Pack) -> None:
             "sign",
             None,
             None,
-            fit_svd.signs(train.gate_rows(pack, i)),
+            fit_svd.signs(fits.gate_rows(pack, i)),
             np.full(n, 4, np.float32),
             64,
             EXPERTS,

@@ -75,20 +75,31 @@ class LayerPredictor:
 
 
 def scores(p: LayerPredictor, x: F32) -> F32:
-    """Return the scores of all neurons: [tokens, dim] -> [tokens, neurons].
+    """Return the scores of all neurons: [tokens, dim] -> [tokens, neurons]."""
+    if p.first is not None and p.second is not None and len(p.first) > p.second.shape[1]:
+        return np.concatenate([scores(p.expert(e), x) for e in range(p.experts)], axis=1)
+    return scores_of(p, codes(p, x), 0, len(p.threshold))
 
-    Inputs of matrices are rounded as the kernels round them.
+
+def codes(p: LayerPredictor, x: F32) -> F32:
+    """Return what all neurons' scores are made of: [tokens, dim] -> [tokens, rank], or signs [tokens, dim].
+
+    Inputs of matrices are rounded as the kernels round them. All experts have one `first`.
     """
     if p.kind == "sign":
-        assert p.signs is not None
-        mine = np.where(x > 0, np.float32(1), np.float32(-1))
-        signs = np.unpackbits(p.signs, axis=1, count=x.shape[1], bitorder="little")
-        return mine @ (2 * signs.astype(np.float32) - 1).T
-    assert p.first is not None and p.second is not None
-    if len(p.first) > p.second.shape[1]:
-        return np.concatenate([scores(p.expert(e), x) for e in range(p.experts)], axis=1)
+        return np.where(x > 0, np.float32(1), np.float32(-1))
+    assert p.first is not None
     code = _rounded(x) @ p.first.T
-    return _rounded(np.maximum(code, 0) if p.kind == "mlp" else code) @ p.second.T
+    return _rounded(np.maximum(code, 0) if p.kind == "mlp" else code)
+
+
+def scores_of(p: LayerPredictor, code: F32, begin: int, end: int) -> F32:
+    """Return the scores of neurons [begin, end), of `codes`: [tokens, end - begin]."""
+    if p.signs is not None:
+        signs = np.unpackbits(p.signs[begin:end], axis=1, count=code.shape[1], bitorder="little")
+        return code @ (2 * signs.astype(np.float32) - 1).T
+    assert p.second is not None
+    return code @ p.second[begin:end].T
 
 
 def _rounded(x: F32) -> F32:
@@ -124,13 +135,30 @@ class StoredPredictor:
     hot: int
     experts: int = 1
 
+    @staticmethod
+    def of(
+        spec: ModelSpec,
+        kind: str,
+        rank: int,
+        tensor: Callable[[str], U8],
+        threshold: F32,
+        hot: int,
+    ) -> StoredPredictor:
+        """Return a predictor whose rows `tensor` gives by name: `signs`, or `first` and `second`."""
+        if kind == "sign":
+            signs = StoredMatrix("signs", spec.dim, tensor("signs"))
+            return StoredPredictor(kind, None, signs, threshold, hot, spec.n_experts)
+        first = StoredMatrix(fitting(STORED, spec.dim), spec.dim, tensor("first"))
+        second = StoredMatrix(fitting(STORED, rank), rank, tensor("second"))
+        return StoredPredictor(kind, first, second, threshold, hot, spec.n_experts)
+
     @property
     def rank(self) -> int:
         return 0 if self.first is None else self.second.columns
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for _, part in _parts(self))
+        return sum(part.nbytes for _, part in tensors_of(self))
 
     @property
     def row_bytes(self) -> int:
@@ -219,27 +247,32 @@ class Predictors:
 
 
 def write_predictors(pack: Pack, layers: Sequence[LayerPredictor | None], report: Json) -> None:
+    """Do as `write_stored`, with predictors that are not stored yet."""
+    write_stored(pack, Predictors.of(pack.spec, layers), report)
+
+
+def write_stored(pack: Pack, predictors: Predictors, report: Json) -> None:
     """Write predictors beside the pack and replace any that are there. `report` is kept as it is.
 
     Raises IOFailure.
     """
-    assert len(layers) == pack.spec.n_layers
+    assert predictors.count == pack.spec.n_layers
     about: list[Json | None] = []
     tensors: dict[str, NDArray[Any]] = {}
-    for i, given in enumerate(layers):
-        if given is None:
+    for i in range(predictors.count):
+        if (p := predictors.stored(i)) is None:
             about.append(None)
             continue
-        p = stored(given, pack.spec)
         about.append({"kind": p.kind, "rank": p.rank, "hot": p.hot, "crc32c": _crc(p)})
-        for name, part in _parts(p):
+        for name, part in tensors_of(p):
             tensors[f"layers.{i}.{name}"] = part
     shapes = {name: (a.dtype, a.shape) for name, a in tensors.items()}
     facts: Json = {"layers": about, "report": report}
     sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), facts, shapes, tensors.values())
 
 
-def _parts(p: StoredPredictor) -> list[tuple[str, NDArray[Any]]]:
+def tensors_of(p: StoredPredictor) -> list[tuple[str, NDArray[Any]]]:
+    """Return the tensors that a file has of a predictor."""
     if p.first is None:
         return [("signs", p.second.rows), ("threshold", p.threshold)]
     return [("first", p.first.rows), ("second", p.second.rows), ("threshold", p.threshold)]
@@ -247,7 +280,7 @@ def _parts(p: StoredPredictor) -> list[tuple[str, NDArray[Any]]]:
 
 def _crc(p: StoredPredictor) -> int:
     crc = 0
-    for _, part in _parts(p):
+    for _, part in tensors_of(p):
         crc = _native.crc32c(np.ascontiguousarray(part).view(np.uint8).ravel(), crc)
     return crc
 

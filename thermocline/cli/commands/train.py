@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline.cli.console import ProgressBar, emit, emit_json
+from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import pack_directory
 from thermocline.cli.predictor_table import fidelity_rows
-from thermocline.cli.shared_options import json_output, quiet_output, thread_count
+from thermocline.cli.shared_options import json_output, memory_limit, quiet_output, thread_count
 from thermocline.cli.table import columns, table
 from thermocline.errors import UsageError
-from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, whole
+from thermocline.options import (
+    BY_POSITION,
+    REQUIRED,
+    SEVERAL,
+    count_or_all,
+    nonempty,
+    one_of,
+    opt,
+    real,
+    whole,
+)
 
 if TYPE_CHECKING:
-    from thermocline.offline.training.train import TrainJob
+    from thermocline.offline.training.samples import LayerSource
+    from thermocline.offline.training.train import TrainJob, TrainResult
     from thermocline.offline.training.trial import Texts
-    from thermocline.pack.activity_profile import Samples
     from thermocline.pack.pack import Pack
 
 log = logging.getLogger(__name__)
@@ -64,12 +75,25 @@ class TrainOptions:
         flags="-c --ctx-size", shown="0 = 512, or the model's limit"
     )  # fmt: skip
     limit: int = opt(16, whole(1), "N", "Fidelity", "Windows of a text at most.", flags="--chunks")
+    corpus: tuple[str, ...] = opt(
+        (), nonempty, "FILE", "Fitting",
+        "Text files (UTF-8) to fit to, several after one flag, in place of the profile's samples. They are "
+        "read in turn, and pass through the model in rounds, each for some layers.",
+        shown="the samples of the profile", given=SEVERAL
+    )  # fmt: skip
+    tokens: int = opt(
+        16384, count_or_all, "N", "Fitting",
+        "Tokens of --corpus at most; -1 is all. Half of them calibrate what is fitted to the others."
+    )  # fmt: skip
     minutes: float = opt(
         30.0, real(0), "M", "Fitting",
-        "After half of this no wider predictors are trained, after three quarters none; after all of it "
-        "the best found so far is taken, once it has read a window of each text."
+        "Of fits and trials. After half of this no wider predictors are trained, after three quarters none; "
+        "after all of it the best found so far is taken, once it has read a window of each text."
     )  # fmt: skip
     seed: int = opt(0, whole(0, 2**31), "N", "Fitting", "Equal seeds give equal predictors.", flags="-s")
+    ram: float | None = memory_limit(
+        "Memory that all of it may take. Of a larger model neurons stay on disk.", "what is free", "Fitting"
+    )
     threads: int = thread_count()
     json: bool = json_output()
     quiet: bool = quiet_output("no remarks")
@@ -78,22 +102,34 @@ class TrainOptions:
 def train(o: TrainOptions) -> int:
     """Write nothing where exact reads less and no kind was asked for, nor where fidelity was not reached."""
     from thermocline.offline.training import train as training
-    from thermocline.pack.predictor import write_predictors
 
-    request, samples = train_request(o)
-    with ProgressBar(quiet=o.quiet) as progress, samples:
+    with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
+        request = train_request(o)
+        source = sample_source(o, request, stack, progress)
         if "mlp" not in request.kinds and o.kind == "auto":
             log.warning("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
-        done = training.train(request, samples, progress.at)
-    forced, met = o.kind != "auto", done.report["met"]
-    if forced and all(layer is None for layer in done.layers):
+        try:
+            done = training.train(request, source, progress.at)
+        except KeyboardInterrupt:
+            log.info("interrupted: the same command goes on with the layers that are missing")
+            return INTERRUPTED
+        stack.callback(done.remove)
+        return _finished(o, request, done)
+
+
+def _finished(o: TrainOptions, request: TrainJob, done: TrainResult) -> int:
+    """Write the predictors if they are wanted, and say so."""
+    from thermocline.pack.predictor import write_stored
+
+    forced, met, pack = o.kind != "auto", done.report["met"], request.pack
+    if forced and all(layer["kind"] == "exact" for layer in done.report["layers"]):
         raise UsageError(
-            f"{request.pack.path}: no predictor of kind {o.kind} was done in time; give it more --minutes"
+            f"{pack.path}: no predictor of kind {o.kind} was done in time; give it more --minutes"
         )
     wanted = met and (done.worthwhile or forced)
     if wanted:
-        write_predictors(request.pack, done.layers, done.report)
-    about = {"path": str(request.pack.path), "written": wanted, **done.report, **done.timing}
+        write_stored(pack, done.predictors, done.report)
+    about = {"path": str(pack.path), "written": wanted, **done.report, **done.timing}
     if o.json:
         emit_json(about)
     else:
@@ -101,7 +137,7 @@ def train(o: TrainOptions) -> int:
     far = f"{done.report['kld']['value']:.3g} nats from it on {done.report['worst_text']}"
     if forced and not met:
         raise UsageError(
-            f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
+            f"{pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
             f"--max-ppl {o.max_ppl:g} of exact: {far}; nothing was written; profile text like that too, "
             "allow more, or measure on a --text of your own"
         )
@@ -112,7 +148,7 @@ def train(o: TrainOptions) -> int:
     return 0
 
 
-def train_request(o: TrainOptions) -> tuple[TrainJob, Samples]:
+def train_request(o: TrainOptions) -> TrainJob:
     """Return the options as a request. A pack that cannot be trained for is refused at once."""
     from thermocline.machine import hardware
     from thermocline.offline import evaluate
@@ -121,28 +157,42 @@ def train_request(o: TrainOptions) -> tuple[TrainJob, Samples]:
     from thermocline.pack.pack import Pack
 
     pack = Pack.open(pack_directory(o.model))
-    samples = training.check(pack)
+    profile = training.check(pack)
     if o.kind == "mlp":
         fit_mlp.require()
     every = tuple(k for k in training.KINDS if k != "mlp" or fit_mlp.available())
     context = o.ctx or min(512, pack.spec.max_context)
     evaluate.check_context(pack.spec, context)
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
-    request = training.TrainJob(
+    return training.TrainJob(
         pack=pack,
+        profile=profile,
         kinds=every if o.kind == "auto" else (o.kind,),
         forced=o.kind != "auto",
         max_kld=o.max_kld,
         max_ppl=o.max_ppl,
         seed=o.seed,
-        threads=threads,
+        threads=o.threads if o.threads > 0 else hardware.default_threads(),
         minutes=o.minutes,
         texts=_to_measure_on(pack, o.text, context, o.limit),
         own=o.text is None,
         context=context,
         limit=o.limit,
+        ram=o.ram,
     )
-    return request, samples
+
+
+def sample_source(o: TrainOptions, request: TrainJob, stack: ExitStack, progress: ProgressBar) -> LayerSource:
+    """Return the samples that the profile kept, or those of a text that is to pass."""
+    from thermocline.offline import corpus
+    from thermocline.offline.activity import UNIT
+    from thermocline.offline.training.samples import KeptSamples, PassingText, kept_samples
+
+    pack, profile = request.pack, request.profile
+    if not o.corpus:
+        return KeptSamples(stack.enter_context(kept_samples(pack)), profile)
+    context = min(corpus.CONTEXT, pack.spec.max_context)
+    text = corpus.read_corpus(pack, o.corpus, o.tokens, context, UNIT)
+    return PassingText(pack, profile, text, context, request.threads, o.ram, progress.at)
 
 
 def _to_measure_on(pack: Pack, text: str | None, context: int, limit: int) -> Texts:

@@ -8,9 +8,10 @@ orthogonal, and a model's divergence grows with their squares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ I64 = NDArray[np.int64]
 # The price of missing everything that a layer adds, as a multiple of its gate's bytes. The bundled model
 # reaches a divergence of 0.005 between 10 and 100.
 PRICES: F64 = 10.0 ** np.arange(-1.0, 4.01, 0.125)
+SCORED = 1024  # neurons whose scores are computed at a time
 TYPICAL = int(np.abs(PRICES - 50).argmin())
 
 
@@ -90,12 +92,12 @@ class LayerSamples:
         return out
 
     def by_neuron(self) -> Iterator[tuple[I64, F64]]:
-        """Yield for every neuron the tokens that need it, and the squares of its mass for them."""
+        """Yield for every neuron the tokens that need it, and its mass for them."""
         order = np.argsort(self.neuron, kind="stable")
-        tokens, squares = self.token[order], self.mass[order].astype(np.float64) ** 2
+        tokens, mass = self.token[order], self.mass[order]
         ends = np.searchsorted(self.neuron[order], np.arange(self.neurons + 1))
         for begin, end in pairwise(ends):
-            yield tokens[begin:end], squares[begin:end]
+            yield tokens[begin:end], mass[begin:end].astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -105,44 +107,64 @@ class Curves:
     threshold: F32  # [prices, neurons]
     predicted: F32  # [prices, neurons]: share of tokens for which the neuron is predicted active
     missed: F32  # [prices, neurons]: share of the layer's energy that is missed
+    missed_mass: F32  # [prices, neurons]: share of the layer's mass that is missed
+    missed_count: F32  # [prices, neurons]: share of the layer's active neurons that are missed
     asked: F32  # [neurons]: share of tokens that go to its expert
+    active: float  # share of neurons that are active
     experts: int = 1
 
 
-def curves(scores: F32, a: LayerSamples) -> Curves:
-    """Find the best thresholds at every price. `scores` [n, neurons] are those of the samples' tokens."""
+def curves(scores: Callable[[int, int], F32], a: LayerSamples) -> Curves:
+    """Find the best thresholds at every price.
+
+    `scores(begin, end)` are those of neurons [begin, end) for the samples' tokens, [n, end - begin]: of all
+    neurons at once they would be twice as large as all else.
+    """
     shape = (len(PRICES), a.neurons)
-    threshold, predicted_share, missed = (np.empty(shape, np.float32) for _ in range(3))
-    out = Curves(threshold, predicted_share, missed, a.asked, a.experts)
+    threshold, predicted_share, missed, missed_mass, missed_count = np.empty((5, *shape), np.float32)
     own = [a.of_expert(e) for e in range(a.experts)]
-    energy = max(a.energy, 1e-30)
+    energy, mass = max(a.energy, 1e-30), max(float(a.mass.sum(dtype=np.float64)), 1e-30)
     price = PRICES[:, None] * (float(a.asked.sum()) / energy)
-    columns = np.ascontiguousarray(scores.T)
-    for i, (tokens, squares) in enumerate(a.by_neuron()):
+    for i, (tokens, masses) in enumerate(a.by_neuron()):
+        if i % SCORED == 0:
+            columns = np.ascontiguousarray(scores(i, min(i + SCORED, a.neurons)).T)
         mine = own[i // a.per_expert]
-        cuts, predicted, caught = _cuts(columns[i][mine], np.searchsorted(mine, tokens), squares)
-        best = (predicted / a.n - price * caught).argmin(axis=1)
-        out.threshold[:, i] = cuts[best]
-        out.predicted[:, i] = predicted[best] / a.n
-        out.missed[:, i] = (squares.sum() - caught[best]) / energy
-    return out
+        cuts, predicted, caught = _cuts(columns[i % SCORED][mine], np.searchsorted(mine, tokens), masses)
+        best = (predicted / a.n - price * caught.squares).argmin(axis=1)
+        threshold[:, i] = cuts[best]
+        predicted_share[:, i] = predicted[best] / a.n
+        missed[:, i] = (caught.squares[-1] - caught.squares[best]) / energy
+        missed_mass[:, i] = (caught.mass[-1] - caught.mass[best]) / mass
+        missed_count[:, i] = (caught.number[-1] - caught.number[best]) / max(len(a.neuron), 1)
+    active = len(a.neuron) / (a.n * a.neurons)
+    return Curves(threshold, predicted_share, missed, missed_mass, missed_count, a.asked, active, a.experts)
 
 
-def _cuts(score: F32, tokens: I64, squares: F64) -> tuple[F32, I64, F64]:
+class Caught(NamedTuple):
+    """Sums over the tokens that each threshold of a neuron catches, the highest first; the last has all."""
+
+    squares: F64  # of mass
+    mass: F64
+    number: F64
+
+
+def _cuts(score: F32, tokens: I64, mass: F64) -> tuple[F32, I64, Caught]:
     """Return one neuron's candidate thresholds: above all scores, and below each active token's score.
 
-    The result is (thresholds, number of tokens at or above each, sum of their squares). A threshold is
-    half-way to the next lower score. Without any scores, the only threshold is below all scores.
+    The result is (thresholds, number of tokens at or above each, what they catch). A threshold is half-way
+    to the next lower score. Without any scores, the only threshold is below all scores.
     """
     if not len(score):
-        return np.array([-np.inf], np.float32), np.zeros(1, np.int64), np.zeros(1)
+        return np.array([-np.inf], np.float32), np.zeros(1, np.int64), Caught(*np.zeros((3, 1)))
     ordered = np.sort(score)
     best_first = np.argsort(-score[tokens], kind="stable")
     below = np.searchsorted(ordered, score[tokens][best_first], "left")
     edge = np.concatenate([[-np.inf], ordered]).astype(np.float32)
     half = ((edge[below] + ordered[below]) / np.float32(2)).astype(np.float32)
     above = np.nextafter(ordered[-1:], np.float32(np.inf))
-    caught = np.concatenate([[0.0], np.cumsum(squares[best_first])])
+    ordered_mass = mass[best_first]
+    each = (ordered_mass**2, ordered_mass, np.ones(len(tokens)))
+    caught = Caught(*(np.concatenate([[0.0], np.cumsum(x)]) for x in each))
     return np.concatenate([above, half]), np.concatenate([[0], len(score) - below]), caught
 
 
@@ -156,6 +178,39 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class PredictionQuality:
+    """The quality of predictions on samples. Only neurons of the chosen experts count."""
+
+    active: float  # share of neurons that are active
+    predicted: float  # share of neurons that are predicted active
+    recall: float  # share of the active neurons that are predicted
+    missed_mass: float  # share of all mass that is missed
+    missed_energy: float  # share of all squares of mass that is missed
+
+    @staticmethod
+    def of(c: Curves, price: int, hot: int) -> PredictionQuality:
+        """Return the quality at a price, if neurons [0, hot) of each expert count as active."""
+        scored = np.arange(len(c.asked)) % (len(c.asked) // c.experts) >= hot
+
+        def missed(share: F32) -> float:
+            return float(share[price][scored].sum(dtype=np.float64))
+
+        predicted = np.where(scored, c.predicted[price], c.asked)
+        return PredictionQuality(
+            active=c.active,
+            predicted=float(predicted.mean(dtype=np.float64)),
+            recall=1.0 - missed(c.missed_count),
+            missed_mass=missed(c.missed_mass),
+            missed_energy=missed(c.missed),
+        )
+
+    @staticmethod
+    def exact(a: LayerSamples) -> PredictionQuality:
+        """Return the quality of reading every gate row."""
+        return PredictionQuality(len(a.neuron) / (a.n * a.neurons), float(a.asked.mean()), 1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class OperatingPoint:
     """The thresholds of one layer at one price, and their cost."""
 
@@ -163,6 +218,7 @@ class OperatingPoint:
     hot: int  # neurons [0, hot) of each expert are not scored: that would cost more than it saves
     bytes: float  # bytes of predictor and gate for a token
     objective: float  # the same, with the price of errors
+    quality: PredictionQuality
 
 
 def choose_operating_point(c: Curves, costs: Costs, price: int) -> OperatingPoint:
@@ -181,30 +237,5 @@ def choose_operating_point(c: Curves, costs: Costs, price: int) -> OperatingPoin
     done = np.concatenate([[0.0], np.cumsum(gate - (asked + error))])
     hot = int(done.argmin())
     read = costs.first + float(gate[:hot].sum()) + float(asked[hot:].sum())
-    return OperatingPoint(c.threshold[price], hot, read, read + float(error[hot:].sum()))
-
-
-@dataclass(frozen=True)
-class PredictionQuality:
-    """The quality of predictions on samples."""
-
-    active: float  # share of neurons that are active
-    predicted: float  # share of neurons that are predicted active
-    recall: float  # share of the active neurons that are predicted
-    missed_mass: float  # share of all mass that is missed
-    missed_energy: float  # share of all squares of mass that is missed
-
-    @staticmethod
-    def of(predicted: NDArray[np.bool_], a: LayerSamples) -> PredictionQuality:
-        """Compare predictions [n, neurons] with samples. Only neurons of the chosen experts count."""
-        predicted = predicted & a.asks()
-        missed = ~predicted[a.token, a.neuron]
-        mass = a.mass.astype(np.float64)
-        size = a.n * a.neurons
-        return PredictionQuality(
-            active=len(a.neuron) / size,
-            predicted=float(predicted.mean()),
-            recall=1.0 - float(missed.mean()) if len(missed) else 1.0,
-            missed_mass=float(mass[missed].sum() / max(mass.sum(), 1e-30)),
-            missed_energy=float((mass[missed] ** 2).sum() / max(a.energy, 1e-30)),
-        )
+    quality = PredictionQuality.of(c, price, hot)
+    return OperatingPoint(c.threshold[price], hot, read, read + float(error[hot:].sum()), quality)

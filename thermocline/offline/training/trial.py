@@ -22,7 +22,7 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.offline import evaluate
 from thermocline.ops.interface import I32, FFNStats, Weights
-from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.pack.predictor import Predictors
 from thermocline.pack.stored_model import tensor_specs
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 MIX = Path(__file__).parents[2] / "mix"
 OWN = "its own"  # the text that a model writes
 OWN_TOGETHER = 4  # of them, computed together
-Layers = list[LayerPredictor | None]
 Texts = tuple[tuple[str, I32], ...]  # name, [windows, tokens of a window]
 Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
 
@@ -52,6 +51,7 @@ class TrialJob:
     context: int
     limit: int  # windows of each text
     seed: int
+    ram: float | None = None  # GiB that all of it may take; None: what is free
 
 
 def past(deadline: float) -> bool:
@@ -120,9 +120,10 @@ class Judge:
     deadline: float = math.inf
 
     @staticmethod
-    def of(a: TrialJob, deadline: float, progress: Progress) -> Judge:
-        """Open a judge, and make its texts. Raises OutOfBudget."""
-        session, texts = Judge.open_session(a, progress), a.texts
+    def of(a: TrialJob, predictors: int, deadline: float, progress: Progress) -> Judge:
+        """Open a judge of predictors of so many bytes at most, and make its texts. Raises OutOfBudget."""
+        session = Judge.open_session(a, predictors, progress)
+        texts = a.texts
         if a.own:
             late = partial(past, _halfway(deadline))
             own = own_text(session, a.limit, a.context, a.seed, late, at_least=0 if texts else 1)
@@ -130,14 +131,15 @@ class Judge:
         return Judge(session, texts, partial(progress, "trying"), deadline)
 
     @staticmethod
-    def open_session(a: TrialJob, progress: Progress = lambda *_: None) -> Session:
-        """Open the model; read no weight. Raises OutOfBudget."""
+    def open_session(a: TrialJob, predictors: int, progress: Progress = lambda *_: None) -> Session:
+        """Open the model; read no weight. Predictors take memory twice while they are put in their place."""
         contexts = {windows.shape[1] for _, windows in a.texts} | ({a.context} if a.own else set())
+        readers = sum(2 * evaluate.reader_bytes(a.pack.spec, context) for context in contexts)
         return Session.open(
             a.pack,
-            EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER),
+            EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER, ram=a.ram),
             progress=lambda what, done, size: progress(what, done, size, "B"),
-            beside=sum(2 * evaluate.reader_bytes(a.pack.spec, context) for context in contexts),
+            beside=readers + 2 * predictors,
         )
 
     def quick(self) -> Judge | None:
@@ -147,8 +149,7 @@ class Judge:
         small = max(sum(len(windows) for _, windows in few), 4)
         return replace(self, texts=few, deadline=_halfway(self.deadline)) if many >= 2 * small else None
 
-    def __call__(self, layers: Layers) -> Verdict:
-        predictors = Predictors.of(self.session.pack.spec, layers)
+    def __call__(self, predictors: Predictors) -> Verdict:
         trial = weights.with_predictors(self.session.loaded.weights, predictors)
         found: list[list[evaluate.Comparison]] = [[] for _ in self.texts]
         sums = FFNStats(), FFNStats()
