@@ -499,12 +499,13 @@ class Mixture:
     `router_norm`: of the router's own input, the stream. `expert_scale` [experts]: times the weights.
     `experts_norm`: of the experts' sum, beside which the shared FFN has its own norm and join.
     `disk`: experts are plain matrices that come from disk; theirs say where they lie in slot 0 of its pool.
+    Without a router calls have to be given the weights: as of some of a layer's experts.
     """
 
     def __new__(
         cls,
         norm: Norm | None,
-        router: Linear,
+        router: Linear | None,
         experts: tuple[FFN, ...],
         active: int,
         join: Join,

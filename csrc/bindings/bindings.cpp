@@ -59,7 +59,7 @@ static void check_groups(const Context& c, const tc::FFN& f) {
 }
 
 static void check_groups(const Context& c, const Mixture& m) {
-    check_groups(c, m.layer.router.weight);
+    if (m.router) check_groups(c, m.layer.router.weight);
     for (const tc::FFN* expert : m.layer.experts) check_groups(c, *expert);
     if (m.layer.shared) check_groups(c, *m.layer.shared);
 }
@@ -326,22 +326,25 @@ static void check_slots(const tc::Mixture& m, const tc::DiskExperts& disk) {
 }
 
 // `experts`: of FFN, kept alive as they are.
-static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tuple& experts, size_t active,
+static Mixture make_mixture(const Norm* norm, const Linear* router, const nb::tuple& experts, size_t active,
                             const Join& join, const tc::RouterRule& rule, std::optional<F1> selection_bias,
                             const FFN* shared, const Matrix* shared_router, const Norm* router_norm,
                             std::optional<F1> expert_scale, const Norm* experts_norm, DiskExperts* disk) {
-    const size_t dim = router.linear.weight.cols, n = router.linear.weight.rows;
-    check(experts.size() == n, "experts and router do not fit");
-    check_rule(rule, n, active);
+    const size_t n = experts.size();
+    check(n && (!router || router->linear.weight.rows == n), "experts and router do not fit");
+    if (!nb::isinstance<FFN>(experts[0])) throw nb::type_error("an expert is no FFN");
+    const size_t dim = nb::cast<const FFN&>(experts[0]).layer.gate.weight.cols;
+    check(!router || router->linear.weight.cols == dim, "experts and router do not fit");
+    if (router) check_rule(rule, n, active);
     Mixture m = {{norm_of(norm, dim),
-                  router.linear,
+                  router ? router->linear : tc::Linear{},
                   {},
                   active,
                   join_of(join, dim),
                   rule,
                   optional_vector(selection_bias, n, "selection_bias has the wrong length")},
                  held(norm),
-                 router,
+                 held(router),
                  join,
                  selection_bias,
                  expert_scale,
@@ -379,6 +382,7 @@ static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tu
 static void route(const Mixture& m, F2 logits, MutF2 weights) {
     const tc::Mixture& x = m.layer;
     const size_t experts = x.experts.size();
+    check(m.router.has_value(), "there is no router");
     check(logits.shape(1) == experts && weights.shape(1) == experts && weights.shape(0) == logits.shape(0),
           "logits or weights have the wrong shape");
     for (size_t t = 0; t < logits.shape(0); t++)
@@ -565,10 +569,12 @@ static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std
 static const float* given(const std::optional<F2>& weights, const Mixture& m, size_t tokens) {
     check(!weights || (weights->shape(0) == tokens && weights->shape(1) == m.layer.experts.size()),
           "weights has the wrong shape");
+    check(weights || m.router, "without a router the weights have to be given");
     return weights ? weights->data() : nullptr;
 }
 
 static void routed(Context& c, F2 h, const Mixture& m, MutF2 out) {
+    check(m.router.has_value(), "there is no router");
     check(h.shape(1) == m.dim(), "h has the wrong width");
     check(out.shape(0) == h.shape(0) && out.shape(1) == m.layer.experts.size(), "out has the wrong shape");
     nb::gil_scoped_release release;
@@ -894,7 +900,7 @@ NB_MODULE(_native, m) {
         .def(nb::new_(&make_rule), nb::kw_only(), "score"_a, "weights"_a, "epsilon"_a, "epsilon_floor"_a,
              "scale"_a, "groups"_a, "groups_kept"_a, "group_rule"_a, "scales_input"_a = false);
     nb::class_<Mixture>(m, "Mixture")
-        .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a,
+        .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a.none(), "experts"_a, "active"_a, "join"_a,
              nb::kw_only(), "rule"_a, "selection_bias"_a.noconvert().none() = nb::none(),
              "shared"_a.none() = nb::none(), "shared_router"_a.none() = nb::none(),
              "router_norm"_a.none() = nb::none(), "expert_scale"_a.noconvert().none() = nb::none(),

@@ -104,12 +104,12 @@ struct FFN {
 struct Mixture {
     tc::Mixture layer;
     std::optional<Norm> norm;
-    Linear router;
+    std::optional<Linear> router;
     Join join;
     std::optional<F1> selection_bias;
     std::optional<F1> expert_scale;
     std::optional<Norm> router_norm, experts_norm;
-    size_t dim() const { return layer.router.weight.cols; }
+    size_t dim() const { return layer.experts[0]->gate.weight.cols; }
 };
 // The experts of a layer on disk, and the orders of their rows.
 struct DiskExperts {
@@ -152,7 +152,10 @@ bool interrupted_by_python();
 tc::Norm norm_of(const Norm* norm, size_t dim);
 tc::Join join_of(const Join& join, size_t dim);
 void check_groups(const Context& c, const Matrix& w);
-inline std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<Norm>(*norm) : std::nullopt; }
+template <class T>
+std::optional<T> held(const T* given) {
+    return given ? std::optional<T>(*given) : std::nullopt;
+}
 
 // Check that the pages fit these heads and hold all pages that the step's tables name.
 inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv) {

@@ -86,6 +86,7 @@ static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::opt
 
 static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<F2> weights) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
+    check(weights || m.router, "without a router the weights have to be given");
     check_rows(x, h, m.dim());
     check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.experts.size()),
           "weights has the wrong shape");
@@ -99,6 +100,7 @@ static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, 
 
 // What `mixture` takes as weights, of a router that reads a layer's input.
 static void routed(HostTask& t, F2 h, const Mixture& m, MutF2 out) {
+    check(m.router.has_value(), "there is no router");
     check(h.shape(1) == m.dim(), "h has the wrong width");
     check(out.shape(0) == h.shape(0) && out.shape(1) == m.layer.experts.size(), "out has the wrong shape");
     t.task.add([&t, h, &m, out](Context& c) {

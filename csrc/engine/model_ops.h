@@ -205,7 +205,7 @@ struct FFN {
 // rule says, then that of the shared one.
 struct Mixture {
     Norm norm;                        // of the input, which router and experts have in common
-    Linear router;                    // [experts, dim]
+    Linear router;                    // [experts, dim]; data null: weights are given
     std::vector<const FFN*> experts;  // all of one shape, without norms or joins of their own
     size_t active;
     Join join;

@@ -276,6 +276,23 @@ def test_every_rule_is_the_references(active: int, biased: bool) -> None:
         assert np.allclose(found, wanted, rtol=2e-6, atol=1e-9, equal_nan=True), rule
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("case", ["ReGLU", "dense"])
+def test_some_experts_take_the_shares_that_they_are_given(case: str, tokens: int) -> None:
+    """They have no router. Who is given nothing is computed by nobody."""
+    mix = Mix("f32", *CASES[case])
+    ops, x = cpu(ISAS[0]), normal(1, tokens, mix.spec.dim)
+    shares = np.abs(normal(2, tokens, 2)) * (np.arange(2 * tokens).reshape(-1, 2) % 3 > 0)
+    every = np.zeros((tokens, EXPERTS), np.float32)
+    every[:, [1, 3]] = shares = shares.astype(np.float32)
+    some = replace(mix.native, experts=(mix.native.experts[1], mix.native.experts[3]), router=None)
+    plain = replace(mix.native, ffn_norm=None)
+    got, wanted = np.zeros_like(x), np.zeros_like(x)
+    ops.native.moe_add(got, x, ops.bind_experts(mix.spec, some), 1, None, shares)
+    ops.native.moe_add(wanted, x, ops.bind_experts(mix.spec, plain), 1, None, every)
+    assert np.array_equal(got, wanted) and not got[shares.sum(axis=1) == 0].any()
+
+
 def test_a_damaged_router_row_shows() -> None:
     mix = Mix("f32", *CASES["ReGLU"])
     broken = mix.numpy.router.weight.copy()  # type: ignore[union-attr]

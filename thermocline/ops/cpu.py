@@ -152,21 +152,23 @@ class CpuOps:
         self.native.mixer_add(x, h, bound, step, states)
 
     def bind_experts(self, spec: ModelSpec, layer: Layer) -> _native.Mixture:
-        """Return the CPU's neurons of a mixture's experts, as `bind_part` does."""
+        """Return the CPU's neurons of a mixture's experts, as `bind_part` does.
+
+        Without a router calls are given the shares: so where other experts are elsewhere.
+        """
         assert layer.shared is None, "who computes the shared FFN?"
         return self._mixture(spec, layer, None, _native.Join(None, 1.0))
 
     def _mixture(
         self, spec: ModelSpec, layer: Layer, norm: _native.Norm | None, join: _native.Join
     ) -> _native.Mixture:
-        assert layer.router is not None
-        gate, shared = layer.shared_router, None
+        gate, shared, router = layer.shared_router, None, layer.router
         if layer.shared is not None:
             own = _native.Join(_norm(spec, layer.shared_post_norm), 1.0)
             shared = self._expert(spec, layer.shared, _norm(spec, layer.shared_norm), own, None)
         return _native.Mixture(
             norm=norm,
-            router=_linear(layer.router.weight, layer.router.bias),
+            router=None if router is None else _linear(router.weight, router.bias),
             experts=tuple(self.bind_part(spec, f) for f in layer.experts),
             active=spec.n_experts_active,
             join=join,
