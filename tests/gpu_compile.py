@@ -25,7 +25,7 @@ from thermocline.model import quant
 from thermocline.model.spec import Latent, Recurrent, Router
 from thermocline.ops import triton_kernels as ops
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
-from thermocline.ops.device_sizes import KernelSizes
+from thermocline.ops.device_sizes import FEW, KernelSizes
 from thermocline.ops.interface import Heads
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.uint8: "*u8"}
@@ -59,6 +59,19 @@ def of_rows(format: str, t: int) -> None:
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, False, named, None, counts, scratch(t))
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, True, None, empty(t, 8), counts, scratch(t))
     ops.down(x, back, h, True, scratch(t))
+    of_experts(format, t)
+
+
+def of_experts(format: str, t: int) -> None:
+    """Qwen3-30B's and gpt-oss's: of few tokens all on the device at once."""
+    experts, n = (64 if t <= FEW else 1), 768
+    x, h, shares = empty(t, DIM), empty(t, experts * n), empty(t, experts)
+    gate, down = rows(format, experts * n, DIM), rows(format, experts * DIM, n)
+    bias, counts = empty(experts * n), empty(4, type=torch.int32)
+    ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, shares, counts, scratch(t))
+    more = None, shares, counts, scratch(t), bias, 1.7, False
+    ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, *more)
+    ops.down_experts(x, down, h, shares, True)
 
 
 def other_heads() -> list[tuple[Heads, int]]:

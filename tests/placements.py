@@ -28,6 +28,18 @@ def layer(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int, inde
     return LayerPlacement(where[0], where[1], tuple(r for r in ranges if r.neurons))
 
 
+def experts(spec: ModelSpec, attention: bool, count: int, seed: int = 0, *, index: int = 0) -> LayerPlacement:
+    """`count` whole experts, drawn, on the first GPU; the others are the CPU's."""
+    every, _, width = spec.ffn(index)
+    drawn = np.random.default_rng(seed).permutation(every)
+    there, here = (tuple(sorted(map(int, x))) for x in (drawn[:count], drawn[count:]))
+    where = gpu(0) if attention else CPU
+    if not there:
+        return LayerPlacement(where, CPU, (NeuronRange(CPU, width),))
+    ranges = NeuronRange(gpu(0), width, whole=there), NeuronRange(CPU, width, whole=here)
+    return LayerPlacement(where, CPU, tuple(r for r in ranges if r.whole))
+
+
 def halves(spec: ModelSpec, each: tuple[LayerPlacement, ...]) -> tuple[LayerPlacement, ...]:
     """Return the layers with no neurons where they have no FFN."""
     return tuple(replace(x, ranges=()) if i in spec.no_ffn else x for i, x in enumerate(each))
@@ -46,9 +58,12 @@ def some(spec: ModelSpec, seed: int) -> Placement:
     there = [bool(rng.integers(2)) for _ in range(spec.n_layers)]
 
     def one(i: int) -> LayerPlacement:
-        counts = {"any": [0, 32, 96, 256, ALL], "all": [0, ALL], "none": [0]}[divides(spec, i)]
+        how = divides(spec, i)
+        counts = {"any": [0, 32, 96, 256, ALL], "all": [0, ALL], "none": [0], "experts": [0]}[how]
         attention, neurons = there[spec.kv_layer(i)], int(rng.choice(counts))
         neurons = 0 if spec.shared_dim and not attention else neurons
+        if how == "experts" and (attention or not spec.shared_dim):
+            return experts(spec, attention, int(rng.integers(spec.ffn(i).experts + 1)), seed + i, index=i)
         return layer(spec, attention, False, neurons, index=i)
 
     made = tuple(map(one, range(spec.n_layers)))

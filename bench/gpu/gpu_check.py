@@ -72,7 +72,7 @@ SIZES = {
 
 
 def kinds(z: Size) -> dict[str, dict[str, Any]]:
-    """Gated and sparse, ungated with biases, dense, a sparse mixture: configs."""
+    """Gated and sparse, ungated with biases, dense, mixtures of sparse and of dense experts: configs."""
     llama = LLAMA | {
         "hidden_size": z.dim, "intermediate_size": z.neurons, "num_attention_heads": z.heads,
         "num_key_value_heads": max(1, z.heads // 2),
@@ -85,7 +85,11 @@ def kinds(z: Size) -> dict[str, dict[str, Any]]:
         "architectures": ["TurboSparseMixtralForCausalLM"], "model_type": "turbosparsemixtral",
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": z.neurons // 4,
     }  # fmt: skip
-    return {"gated": llama, "ungated": opt, "dense": llama | {"hidden_act": "silu"}, "mixture": mixture}
+    experts = mixture | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return {
+        "gated": llama, "ungated": opt, "dense": llama | {"hidden_act": "silu"}, "mixture": mixture,
+        "experts": experts | {"hidden_act": "silu"},
+    }  # fmt: skip
 
 
 def placements(spec: ModelSpec) -> dict[str, Placement]:
@@ -95,8 +99,16 @@ def placements(spec: ModelSpec) -> dict[str, Placement]:
 
     def layer(there: bool, n: int) -> LayerPlacement:
         each, where = n // spec.n_experts, gpu(0) if there else CPU
+        if spec.n_experts > 1 and not sparse:
+            return LayerPlacement(where, where, whole(n // spec.ffn_dim))
         ranges = NeuronRange(gpu(0), each), NeuronRange(CPU, spec.ffn_dim - each)
         return LayerPlacement(where, where, tuple(r for r in ranges if r.neurons))
+
+    def whole(n: int) -> tuple[NeuronRange, ...]:
+        ids = tuple(range(spec.n_experts))  # the last are the first GPU's
+        here, there = ids[: spec.n_experts - n], ids[spec.n_experts - n :]
+        on = NeuronRange(gpu(0), spec.ffn_dim, whole=there), NeuronRange(CPU, spec.ffn_dim, whole=here)
+        return tuple(r for r in on if r.whole) if n else (NeuronRange(CPU, spec.ffn_dim),)
 
     def of(*layers: tuple[bool, int], head: bool = True) -> Placement:
         return Placement(tuple(layer(*x) for x in layers), gpu(0) if head else CPU)
@@ -109,6 +121,8 @@ def placements(spec: ModelSpec) -> dict[str, Placement]:
     }
     if sparse:
         made["divided"] = of((True, some), (True, max(some, neurons - least)), (False, some))
+    elif spec.n_experts > 1:
+        made["divided"] = of((True, neurons // 4), (True, neurons * 3 // 4), (False, neurons // 2))
     return made
 
 

@@ -93,6 +93,21 @@ def side_by_side(each: Sequence[F32]) -> list[DeviceRows]:
     return [whole.part(e, len(each)) for e in range(len(each))]
 
 
+def whole_experts(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Iterator[FFN]:
+    """Experts of which each is on one device."""
+    there = next(r.whole for r in ranges if r.device != "cpu") or ()
+    parts = [each[e].part for e in there]
+    gates, downs = side_by_side([p.gate.weight for p in parts]), side_by_side([p.down for p in parts])
+    ups = [None] * len(parts) if parts[0].up is None else side_by_side([p.up for p in parts])
+    for e, f in enumerate(each):
+        if e in there:
+            i, p = there.index(e), f.part
+            there_too = FFNPart(Linear(gates[i], p.gate.bias), ups[i], downs[i], "gpu:0", up_bias=p.up_bias)
+            yield replace(f, parts=(there_too,))
+        else:
+            yield natively(f)
+
+
 def parted(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Any:
     """Experts whose neurons are on several devices."""
 
@@ -103,6 +118,8 @@ def parted(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Any:
         down = p.down[which] if f.bundles else p.down
         return FFNPart(Linear(p.gate.weight[which], bias), up, down)
 
+    if any(r.whole for r in ranges):
+        return tuple(whole_experts(each, ranges))
     parts: list[list[FFNPart]] = [[] for _ in each]
     first = 0
     for r in ranges:

@@ -67,7 +67,7 @@ def test_every_placement_and_number_of_tokens_is_right(
     assert said["wrong"] == [] and said["same_tokens"] and 0 < said["worst_nmse"] <= 2e-4
     assert {(r.kind, r.sparsity) for r in found} == {
         (k, s) for k in ("gated", "ungated", "mixture") for s in ("exact", "predict")
-    } | {("dense", "off")}
+    } | {("dense", "off"), ("experts", "off")}
     assert {r.tokens for r in found} == {1, 4, 16, 40}
     assert {r.placement for r in found if r.kind == "gated"} == {
         "all", "attention", "FFNs", "layers in turn", "divided"
@@ -79,6 +79,9 @@ def test_a_mixture_is_right_wherever_its_experts_are(
 ) -> None:
     """And found wrong where tokens go elsewhere."""
     z = bench.gpu_check.SIZES["tiny"]
+    whole = bench.gpu_check.written(bench.gpu_check.kinds(z)["experts"], "f16", tmp_path / "whole")
+    found = list(bench.gpu_check.of_pack(stand_in, whole, z, "experts"))
+    assert all(r.right for r in found) and "divided" in {r.placement for r in found}
     pack = bench.gpu_check.written(bench.gpu_check.kinds(z)["mixture"], "f16", tmp_path)
     assert (pack.spec.n_experts, pack.spec.sparse) == (4, True)
     found = list(bench.gpu_check.of_pack(stand_in, pack, z, "mixture"))

@@ -65,7 +65,10 @@ class PartQueue:
         self, p: DevicePart, normed: Tensor, named: Vector, weights: Vector, y: Tensor, add: bool
     ) -> None:
         """y (+)= the part's neurons. `named`: bits of the neurons of all parts."""
-        if not p.bundles:
+        if p.whole:
+            assert weights is not None, "there is a router"
+            self._experts(p, normed, weights, y, add)
+        elif not p.bundles:
             self._dense(p, normed, y, add)
         elif weights is None or len(normed) <= device_sizes.FEW:
             mine = None if named is None else named[:, p.first // 8 : p.first // 8 + -(-p.neurons // 8)]
@@ -108,6 +111,20 @@ class PartQueue:
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
         run(k.down, y, p.down, h, add, self.scratch)
+
+    def _experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
+        """y (+)= whole experts: of few tokens those that some token goes to, of more one after the other."""
+        n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
+        few = n <= device_sizes.FEW
+        each = [(p, weights)] if few else [(p.expert(e), weights[:, e : e + 1]) for e in range(p.experts)]
+        for i, (one, shares) in enumerate(each):
+            h = self._hidden[0][: n * one.neurons].view(n, one.neurons)
+            what = (one.gate.weight, one.gate.bias, one.up, normed, a.kind, a.bound, a.up_relu, None, shares)
+            more = (self.counts[0], self.scratch, one.up_bias, a.alpha, p.scales_input)
+            run(k.gate_up, h, *what, *more)
+            run(k.down_experts, y, one.down, h, shares, add or i > 0)
+        if p.answers is not None:
+            run(k.matmul, y, p.answers, weights, None, True, self.scratch)
 
     # ---- neurons that lie in RAM
 

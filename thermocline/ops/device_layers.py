@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import _native
@@ -142,7 +143,7 @@ class DeviceRoute:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Neurons of a layer on one GPU; of a mixture as many of each expert, side by side."""
+    """Neurons of a layer on one GPU; of a mixture as many of each expert, side by side, or whole experts."""
 
     gpu: int  # the number of that GPU
     first: int  # of an expert's neurons, the first that is here
@@ -153,15 +154,26 @@ class DevicePart:
     bundles: bool
     activation: Activation
     sub_norm: DeviceNorm | None
+    # Of whole experts as plain matrices, whose `down` has the rows of one behind those of another:
+    whole: bool = False
+    up_bias: Vector = None
+    answers: DeviceRows | None = None  # [dim, experts]: what each adds to its answer
+    scales_input: bool = False  # as `Router`'s
 
     @property
     def neurons(self) -> int:
         return self.gate.weight.rows
 
+    @property
+    def counted(self) -> bool:
+        """Return whether kernels count what is computed; else it is all of it."""
+        return self.bundles or self.whole
+
     def expert(self, e: int) -> DevicePart:
         """Return one expert's neurons."""
         n = self.neurons // self.experts
-        return replace(self.cut(slice(e * n, (e + 1) * n)), experts=1)
+        one = replace(self.cut(slice(e * n, (e + 1) * n)), experts=1)
+        return replace(one, down=self.down.part(e, self.experts)) if self.whole else one
 
     def cut(self, which: slice) -> DevicePart:
         """Return some of the neurons."""
@@ -169,9 +181,9 @@ class DevicePart:
         def rows(w: DeviceRows) -> DeviceRows:
             return replace(w, data=w.data[which])
 
-        bias = None if self.gate.bias is None else self.gate.bias[which]
-        up = None if self.up is None else rows(self.up)
-        return replace(self, gate=DeviceLinear(rows(self.gate.weight), bias), up=up, down=rows(self.down))
+        bias, up_bias = (None if b is None else b[which] for b in (self.gate.bias, self.up_bias))
+        up, gate = None if self.up is None else rows(self.up), DeviceLinear(rows(self.gate.weight), bias)
+        return replace(self, gate=gate, up=up, down=rows(self.down), up_bias=up_bias)
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,14 @@ class DeviceShared:
     norm: DeviceNorm | None  # of the stream; None: it reads what experts read
     post_norm: DeviceNorm | None
     experts_norm: DeviceNorm | None  # of the experts' sum; then the others are there, too
+
+
+@dataclass(frozen=True)
+class ExpertSides:
+    """The numbers of a mixture's experts that are whole on the first GPU, and of the others."""
+
+    here: Tensor
+    cold: Tensor
 
 
 @dataclass(frozen=True)
@@ -202,6 +222,7 @@ class DeviceFFN:
     predictor: DevicePredictor | None
     neurons: int  # of the layer
     scale: float  # of the stream behind it
+    sides: ExpertSides | None = None  # where some experts are here whole, and others are the CPU's
 
     @property
     def own(self) -> DevicePart | None:
@@ -244,6 +265,19 @@ class DeviceVectors:
             known = self._known[id(given[0])] = given, there
         return known[1]
 
+    def numbers(self, of: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        """Return numbers as a vector there."""
+        there: Tensor = self._device.zeros((len(of),), torch.int32)
+        self._device.put(there, torch.from_numpy(np.array(of, np.int32)))
+        return there
+
+    def columns(self, vectors: Sequence[F32]) -> DeviceRows:
+        """Return a matrix there that has these columns."""
+        flat = torch.from_numpy(np.stack(vectors, axis=1).reshape(-1))
+        there = self._device.zeros((len(flat),), torch.float32)
+        self._device.put(there, flat)
+        return DeviceRows(there.view(torch.uint8).view(len(vectors[0]), -1), "f32", len(vectors))
+
 
 class Binder:
     """Binds the layers of one model; those that no GPU has a part of are bound by the CPU's ops."""
@@ -251,7 +285,8 @@ class Binder:
     def __init__(self, devices: Sequence[Device], cpu: CpuOps, spec: ModelSpec) -> None:
         self._cpu, self._spec = cpu, spec
         self._vectors = tuple(map(DeviceVectors, devices))
-        self.vector = self._vectors[0].of
+        self.vectors = self._vectors[0]
+        self.vector = self.vectors.of
 
     def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
         assert layer.qkv is not None and layer.attn_out is not None
@@ -322,7 +357,10 @@ class Binder:
         there = [i for i, p in enumerate(f.parts) if p.device != CPU]
         if alone and not there:
             return self._cpu.bind_ffn(spec, layer)
-        assert not mixture or not there or (f.bundles and f.down_bias is None), "no pack has such a mixture"
+        whole = [i for i, x in enumerate(layer.experts) if mixture and not f.bundles and x.on(CPU) is None]
+        parts = (
+            (self._whole(spec, layer, whole),) if whole else tuple(self._part(spec, layer, i) for i in there)
+        )
         in_ram = [(x, p) for x in layer.experts if (p := x.on(CPU)) is not None]
         pinned = [replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias))
                   for _, p in in_ram if p.pinned is not None]  # fmt: skip
@@ -330,7 +368,7 @@ class Binder:
             norm=self._norm(layer.ffn_norm),
             route=self._route(spec, layer),
             shared=self._shared(spec, layer),
-            parts=tuple(self._part(spec, layer, i) for i in there),
+            parts=parts,
             cold=self._cold(spec, layer) if in_ram else None,
             pinned=tuple(self._part_of(spec, layer, [p], 0, 0) for p in pinned),
             down_bias=None if mixture else self.vector(f.down_bias),
@@ -338,7 +376,15 @@ class Binder:
             predictor=f.predictor,
             neurons=spec.n_experts * spec.ffn_dim if mixture or spec.n_experts == 1 else spec.dense_dim,
             scale=scale_after_ffn(layer),
+            sides=self._sides(whole, len(layer.experts)),
         )
+
+    def _sides(self, whole: Sequence[int], experts: int) -> ExpertSides | None:
+        if not whole or len(whole) == experts:
+            return None
+        cold = np.setdiff1d(np.arange(experts), whole)
+        here, there = (self.vectors.numbers(x) for x in (whole, cold))
+        return ExpertSides(here, there)
 
     def per_layer(self, spec: ModelSpec, layer: Layer) -> DevicePerLayer | _native.PerLayer:
         p = layer.per_layer
@@ -374,6 +420,19 @@ class Binder:
             sub_norm=self._norm(layer.ffn_sub_norm, gpu),
         )
 
+    def _whole(self, spec: ModelSpec, layer: Layer, which: Sequence[int]) -> DevicePart:
+        """Return these experts, which lie on the first GPU side by side."""
+        each = [layer.experts[i] for i in which]
+        made = self._part_of(spec, replace(layer, ffn_sub_norm=None), [x.part for x in each], 0, 0)
+        answers = [x.down_bias for x in each if x.down_bias is not None]
+        return replace(
+            made,
+            whole=True,
+            up_bias=self.vector(*(x.part.up_bias for x in each)),
+            answers=self.vectors.columns(answers) if answers else None,
+            scales_input=spec.router.scales_input,
+        )
+
     def _shared(self, spec: ModelSpec, layer: Layer) -> DeviceShared | None:
         if layer.shared is None:
             return None
@@ -390,7 +449,11 @@ class Binder:
     def _cold(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         if layer.router is not None:
             alone = replace(layer, shared=None, shared_router=None, experts_post_norm=None)
-            return self._cpu.bind_experts(spec, replace(alone, router_norm=None, expert_scale=None))
+            alone = replace(alone, router_norm=None, expert_scale=None)
+            here = tuple(x for x in layer.experts if x.on(CPU) is not None)
+            if len(here) < len(layer.experts):  # the device asks the router, and gives the shares of these
+                alone = replace(alone, experts=here, router=None, selection_bias=None)
+            return self._cpu.bind_experts(spec, alone)
         return self._cpu.bind_part(spec, replace(layer.experts[0], down_bias=None))
 
     def _route(self, spec: ModelSpec, layer: Layer) -> DeviceRoute | None:

@@ -243,11 +243,18 @@ class Kernels(Protocol):
         weights: Vector,
         counts: torch.Tensor,
         scratch: Scratch,
+        up_bias: Vector = None,
+        alpha: float = 1.0,
+        scales_input: bool = False,
         /,
     ) -> None: ...
 
     def down(
         self, out: torch.Tensor, rows: DeviceRows, h: torch.Tensor, add: bool, scratch: Scratch, /
+    ) -> None: ...
+
+    def down_experts(
+        self, out: torch.Tensor, rows: DeviceRows, h: torch.Tensor, weights: torch.Tensor, add: bool, /
     ) -> None: ...
 
     def route(

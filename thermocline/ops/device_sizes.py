@@ -90,7 +90,8 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     always = s.tokens * max(spec.shared_dim, spec.dense_dim)
     made["gate"] = Buffer((max(_activations(spec, s), always),), here=False)
     if not spec.sparse or spec.shared_dim:
-        made["up"] = Buffer((always,), here=False) if spec.sparse else made["gate"]
+        # Experts have theirs in scratch, or in registers.
+        made["up"] = Buffer((always,), here=False) if spec.sparse or spec.n_experts > 1 else made["gate"]
     if spec.shared_gate:
         made["opened"] = Buffer((s.tokens, 1), here=False)
     if spec.shared_norms or spec.router_input == "own_norm":
@@ -99,6 +100,8 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     if spec.n_experts > 1:
         routes = Buffer((s.tokens, spec.n_experts))
         made |= {"routed": replace(routes, here=False), "weights": routes}
+        if not spec.sparse:
+            made["parted"] = made["routed"]  # shares of experts here, then of those in RAM
     made |= {name: Buffer((s.tokens, n), here=False) for name, n in _mixers(spec).items()}
     if spec.recurrent is not None:
         made["runs"] = Buffer((s.sequences, 4), "i32")
@@ -147,9 +150,7 @@ def _qkv_width(x: AttentionShape) -> int:
 
 
 def _activations(spec: ModelSpec, s: StepLimits) -> int:
-    """Count the neurons at once: all experts of few tokens, one of more; dense experts are the CPU's."""
-    if spec.n_experts > 1 and not spec.sparse:
-        return 0
+    """Count the neurons at once: all experts of few tokens, one of more."""
     return max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
 
 

@@ -497,14 +497,15 @@ class GpuOps:
         normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
         named = self._guess(b, normed, sparsity)
         weights = self._weigh(b, normed, h.device) if shares is None else cast("Tensor", shares)
+        own, cold = self._parted(b, weights)
         sends = bool(b.pinned) and x.tokens >= self.send_from
         if b.others or (b.cold is not None and not sends):
-            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, named)
+            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, cold))
         self._count(b, x.tokens)
 
         def experts(y: Tensor, add: bool) -> None:
             if b.own is not None:
-                self._queue.add(b.own, normed, named, weights, y, add)
+                self._queue.add(b.own, normed, named, own, y, add)
             elif not add:
                 self.device.run(y.zero_)
             if b.down_bias is not None:
@@ -514,7 +515,7 @@ class GpuOps:
                 self._side[part.gpu - 1].finish(self.device, returned)
                 self.device.run(y.add_, returned)
             if sends:
-                self._now.known.rows_dense += self._queue.send(b.pinned, normed, weights, y)
+                self._now.known.rows_dense += self._queue.send(b.pinned, normed, cold, y)
             elif elsewhere:
                 self.device.join()
             if b.cold is not None and not sends:
@@ -591,28 +592,39 @@ class GpuOps:
         run(self.kernels.route, weights, logits, r.active, r.rule, r.selection_bias, r.expert_scale)
         return weights
 
+    def _parted(self, b: DeviceFFN, weights: Vector) -> tuple[Vector, Vector]:
+        """Return the shares of the first GPU's experts, and of the others; twice all where none is whole."""
+        if weights is None or b.sides is None:
+            return weights, weights
+        n, flat, first, made = len(weights), self._pairs["parted"][0].view(-1), 0, list[Tensor]()
+        for which in (b.sides.here, b.sides.cold):
+            made.append(flat[first : first + n * len(which)].view(n, -1))
+            self.device.run(_select_columns, made[-1], weights, which)
+            first += made[-1].numel()
+        return made[0], made[1]
+
     def _begin_elsewhere(
         self,
         b: DeviceFFN,
         cold: _native.FFN | _native.Mixture | None,
         normed: Tensor,
         sparsity: str,
-        named: Vector,
+        asked: tuple[Vector, Vector],
     ) -> None:
         """Queue the CPU's neurons and other GPUs', beside what the first one does next.
 
-        Each is sent the normed stream, and returns one sum.
+        Each is sent the normed stream, and returns one sum. `asked`: neurons that are named, experts' shares.
         """
-        n, device = len(normed), self.device
-        task, to_host = None, [(self._normed[1][:n], normed)]
-        shares = None if self._weights is None else self._weights[1][:n]
-        if self._weights is not None:
-            to_host.append((self._weights[1][:n], self._weights[0][:n]))
+        n, device, (named, weights) = len(normed), self.device, asked
+        task, shares, to_host = None, None, [(self._normed[1][:n], normed)]
+        if weights is not None and self._weights is not None:
+            shares = self._weights[1].view(-1)[: weights.numel()].view(weights.shape)
+            to_host.append((shares, weights))
         if cold is not None:
             names = self._names_of(cold, b.neurons, named)
             if names is not None:
                 to_host.append(names)
-            task = self._cold_task(cold, n, sparsity, None if names is None else names[0])
+            task = self._cold_task(cold, n, sparsity, (None if names is None else names[0], shares))
         everyone = None
         if b.others and named is not None:
             everyone = self._named[1][: named.numel()].view(named.shape)
@@ -639,14 +651,15 @@ class GpuOps:
         return here, there
 
     def _cold_task(
-        self, cold: _native.FFN | _native.Mixture, n: int, sparsity: str, names: Vector
+        self, cold: _native.FFN | _native.Mixture, n: int, sparsity: str, asked: tuple[Vector, Vector]
     ) -> _native.HostTask:
+        names, shares = asked
         task, mode = self._new_task(), SPARSITIES[sparsity]
         rows = (self._cold[1][:n].numpy(), self._normed[1][:n].numpy())
         task.zero(self._cold[1].numpy())
         if isinstance(cold, _native.Mixture):
-            assert self._weights is not None
-            task.mixture(*rows, cold, mode, self._weights[1][:n].numpy())
+            assert shares is not None, "there is a router"
+            task.mixture(*rows, cold, mode, shares.numpy())
         else:
             task.ffn(*rows, cold, mode, None if names is None else names.numpy())
         return task
@@ -657,7 +670,7 @@ class GpuOps:
         known.gates_dense += b.neurons
         for part in b.parts:
             known.rows_dense += rows * part.neurons
-            if not part.bundles:
+            if not part.counted:
                 known.active += tokens * part.neurons
                 known.rows += rows * part.neurons
                 known.predicted += part.neurons
@@ -717,6 +730,10 @@ class GpuOps:
 
     def _hidden_of(self, tokens: int) -> Hidden:
         return Hidden(self, tokens, on_device=True)
+
+
+def _select_columns(to: Tensor, x: Tensor, columns: Tensor) -> None:
+    torch.index_select(x, 1, columns, out=to)
 
 
 def _select(to: Tensor, x: Tensor, rows: Tensor) -> None:

@@ -107,7 +107,7 @@ class FFNPart:
     predictor: _native.Predictor | LayerPredictor | None = None  # guesses which of these neurons are active
     cache: NeuronCache | None = None
     pinned: FFNPart | None = None  # the same rows of RAM as GPUs read them, so that they can be sent to one
-    up_bias: F32 | None = None  # never of bundles, nor on a GPU
+    up_bias: F32 | None = None  # never of bundles
     stream: _native.StreamedLayer | None = (
         None  # gate, up and down are their first rows; the others come here
     )
@@ -206,7 +206,8 @@ class Layer:
     qkv: Linear | None
     attn_out: Linear | None
     ffn_norm: Norm | None
-    experts: tuple[FFN, ...]  # one where there is no router, none without FFN; all have the same parts
+    # One where there is no router, none without FFN. All have the same parts, or lie whole on some device.
+    experts: tuple[FFN, ...]
     q_norm: F32 | None = None  # [head_dim], or of all heads
     k_norm: F32 | None = None
     attn_sub_norm: Norm | None = None  # of attention's output, before attn_out

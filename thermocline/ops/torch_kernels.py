@@ -305,17 +305,21 @@ def gate_up(
     up: Rows | None,
     x: Tensor,
     activation: str,
-    threshold: float,
+    bound: float,
     up_relu: bool,
     named: Tensor | None,
     weights: Tensor | None,
     counts: Tensor,
     scratch: Scratch,
+    up_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    scales_input: bool = False,
 ) -> None:
-    """h [B, n] = act(gate x + bias) * (up x), of the ReLU family.
+    """h [B, n] = act(gate x + gate_bias) * (up x + up_bias).
 
     Neurons that `named` u8 [B, ceil(n / 8)] has for no token are 0 for all. With `weights` [B, experts] they
     are those of as many experts, side by side, and also times their expert's, if that is not 0: else just 0.
+    `scales_input`: gate and up are times that, in place of their product.
     counts i32 [4] += (token, neuron) pairs that are not 0, neurons whose gate is open for some token (their
     up rows are read), gate rows read, neurons that are not 0 for some token (`down` reads theirs). Of up to
     FEW tokens no other rows are read.
@@ -325,16 +329,18 @@ def gate_up(
     wanted = torch.ones_like(h, dtype=torch.bool) if share is None else share != 0
     if named is not None:
         wanted &= _bits(named, n).bool().any(dim=0)
-    a = torch.where(wanted, _activation(_times(gate, x, gate_bias), activation, threshold), zero)
+    scales = share if scales_input and share is not None else x.new_ones(())
+    a = _activation(_times(gate, x, gate_bias) * scales, activation, bound, alpha)
+    a = torch.where(wanted, a, zero)
     counts[2] += wanted.any(dim=0).sum()
     counts[1] += (a != 0).any(dim=0).sum()
     if up is not None:
-        u = _times(up, x, None)
-        u = _activation(u, "relu", 0.0) if up_relu else u
+        u = _times(up, x, up_bias) * scales
+        u = _activation(u, "relu", 0.0) if up_relu else _up_factor(u, activation, bound)
         a = torch.where(wanted & (a != 0).any(dim=0), a * u, zero)
     counts[0] += (a != 0).sum()
     counts[3] += (a != 0).any(dim=0).sum()
-    h.copy_(a if share is None else torch.where(wanted, a * share, zero))
+    h.copy_(a if share is None or scales_input else torch.where(wanted, a * share, zero))
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -342,6 +348,19 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     w = _decode(rows, rows.data)
     needed = (h != 0).any(dim=0)[:, None]
     _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
+
+
+def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool) -> None:
+    """out [B, dim] (+)= the sum over experts of h [B, experts * n] times their rows [experts * dim, n].
+
+    Experts that weights [B, experts] has for no token are not read. One expert alone where B is above FEW.
+    """
+    experts, dim = weights.shape[1], out.shape[1]
+    y, needed = torch.zeros_like(out), (weights != 0).any(dim=0)
+    for e, own in enumerate(h.view(len(h), experts, -1).unbind(dim=1)):
+        w = _decode(rows, rows.data[e * dim : (e + 1) * dim])
+        y += own @ torch.where(needed[e], w, w.new_zeros(())).T
+    _put(out, y, add)
 
 
 def route(

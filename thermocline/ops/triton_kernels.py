@@ -7,6 +7,7 @@ Sums have one order: two runs give equal bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -295,35 +296,38 @@ def gate_up(
     up: Rows | None,
     x: Tensor,
     activation: str,
-    threshold: float,
+    bound: float,
     up_relu: bool,
     named: Tensor | None,
     weights: Tensor | None,
     counts: Tensor,
     scratch: Scratch,
+    up_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    scales_input: bool = False,
 ) -> None:
     assert up is None or (up.columns, up.rows) == (gate.columns, gate.rows)
     t, n = h.shape
     each, pitch = (n, 0) if weights is None else (n // weights.shape[1], weights.stride(0))
     width = 0 if named is None else named.stride(0)  # more than these neurons' bytes, of a divided layer's
+    how: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu}
+    how["SCALES"] = scales_input and weights is not None
     if t > FEW:
         ups = None if up is None else scratch.take(t, n)
         _matmul(h, gate, x, gate_bias, False, False)
         if up is not None and ups is not None:
-            _matmul(ups, up, x, None, False, False)
+            _matmul(ups, up, x, up_bias, False, False)
         rows = 16
-        fixed: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
-        args: tuple[Any, ...] = h, ups, named, weights, counts, n, width, t, each, pitch, threshold
-        launch(triton_tokens.gated, (_ceil(n, rows),), *args, **fixed)
+        args: tuple[Any, ...] = h, ups, named, weights, counts, n, width, t, each, pitch, bound, alpha
+        launch(triton_tokens.gated, (_ceil(n, rows),), *args, **how, R=rows, T=64)
         return
     rows, warps, fixed = _dots(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
-    args = h, _at(gate), gate_bias, up_at, x, named, weights, counts
-    args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, threshold
+    args = h, _at(gate), gate_bias, up_at, up_bias, x, named, weights, counts
+    args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
     of_up = _dots(gate if up is None else up, t)[2]
     fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
-    fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
-    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=warps, **fixed)
+    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=warps, **fixed, **how)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -357,6 +361,19 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     joins = (_ceil(t * rows.columns, at_once),)
     fixed = {"ADD": add, "S": _power(programs), "C": at_once}
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
+
+
+def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool) -> None:
+    t, experts = weights.shape
+    if t > FEW:
+        assert experts == 1, "many tokens go through one expert after the other"
+        _matmul(out, rows, h, None, add, False)
+        return
+    own = replace(rows, data=rows.data[: out.shape[1]])  # an expert's
+    at_once, warps, fixed = _dots(own, t)
+    args = out, _at(rows), h, weights, own.rows, own.columns, own.stride, t, experts, weights.stride(0)
+    grid = (_ceil(own.rows, at_once),)
+    launch(triton_rows.down_experts_few, grid, *args, warps=warps, ADD=add, **fixed)
 
 
 def route(

@@ -28,7 +28,7 @@ from thermocline.ops.triton_stored import (
     units,
     unknown_nought,
 )
-from thermocline.ops.triton_tokens import activation
+from thermocline.ops.triton_tokens import activation, up_factor
 
 
 @triton.jit
@@ -124,16 +124,17 @@ def matmul_few(
 
 @triton.jit
 def gate_up_few(
-    h, gate, bias, up, x, named, weights, counts,
-    n, columns, gate_stride, up_stride, named_stride, tokens, each, pitch, threshold,
-    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr,
+    h, gate, bias, up, up_bias, x, named, weights, counts,
+    n, columns, gate_stride, up_stride, named_stride, tokens, each, pitch, bound, alpha,
+    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
     UP_FORMAT: tl.constexpr, UP_G: tl.constexpr, UP_V: tl.constexpr, UP_U: tl.constexpr,
     UP_EVEN: tl.constexpr,
 ):  # fmt: skip
     """R neurons: their gates where named and where a token goes to their expert, which has `each` of them;
-    then up where a gate is open. weights: a token's are `pitch` behind the one before's.
+    then up where a gate is open. weights: a token's are `pitch` behind the one before's. SCALES: they scale
+    gate and up.
     counts: four additions a program.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -152,15 +153,20 @@ def gate_up_few(
     y = dots(gate, row, wanted, gate_stride, columns, x, tokens, columns, FORMAT, B, R, G, V, U, EVEN)
     if bias is not None:
         y += tl.load(bias + row, mask=row < n, other=0)[None, :]
-    a = tl.where(wanted[None, :] & going, activation(y, threshold, ACTIVATION), 0.0)
+    if SCALES:
+        y *= share
+    a = tl.where(wanted[None, :] & going, activation(y, bound, alpha, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
         u = dots(up, row, opened, up_stride, columns, x, tokens, columns,
                  UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)  # fmt: skip
-        u = activation(u, 0.0, "relu") if UP_RELU else u
-        a = tl.where(opened[None, :] & going, a * u, 0.0)
+        if up_bias is not None:
+            u += tl.load(up_bias + row, mask=row < n, other=0)[None, :]
+        if SCALES:
+            u *= share
+        a = tl.where(opened[None, :] & going, a * up_factor(u, bound, ACTIVATION, UP_RELU), 0.0)
     active = (a != 0).to(tl.int32)
-    if weights is not None:
+    if weights is not None and not SCALES:
         a = tl.where(going, a * share, 0.0)
     tl.store(h + b * n + row[None, :], a, mask=mine)
     tl.atomic_add(counts, tl.sum(tl.sum(active, axis=0), axis=0), sem="relaxed")
@@ -234,6 +240,31 @@ def down_few(
                 y -= less[b * MINIMA + half_of(plane, FORMAT)][:, :, None]
             next = behind(FORMAT) * plane
             tl.store(to + next, tl.sum(y, axis=0), mask=at_column + next < end)
+
+
+@triton.jit
+def down_experts_few(
+    out, data, h, weights, rows, columns, stride, tokens, experts, pitch, ADD: tl.constexpr,
+    FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+    U: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """R rows of every expert's `rows`, times what h [tokens, experts * columns] has for it, in their order.
+
+    What no token goes to is not read. weights: as gate_up_few's.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    b = tl.arange(0, B)
+    y = tl.zeros((B, R), tl.float32)
+    for e in range(0, experts):
+        share = tl.load(weights + b * pitch + e, mask=b < tokens, other=0)
+        wanted = tl.zeros((R,), tl.int32) + tl.max((share != 0).to(tl.int32), axis=0) != 0
+        y += dots(data, e * rows + row, (row < rows) & wanted, stride, columns, h + e * columns, tokens,
+                  experts * columns, FORMAT, B, R, G, V, U, EVEN)  # fmt: skip
+    ok = (b < tokens)[:, None] & (row < rows)[None, :]
+    to = out + b[:, None] * rows + row[None, :]
+    if ADD:
+        y += tl.load(to, mask=ok, other=0)
+    tl.store(to, y, mask=ok)
 
 
 @triton.jit

@@ -20,10 +20,13 @@ def tanh(x):
 
 
 @triton.jit
-def activation(g, threshold, KIND: tl.constexpr):
+def activation(g, bound, alpha, KIND: tl.constexpr):
     """Compute `reference.activate`. A NaN stays one."""
     if KIND == "silu":
         return g / (1 + tl.exp(-g))
+    elif KIND == "swiglu_oai":
+        g = tl.where(g > bound, bound, g)
+        return g / (1 + tl.exp(-alpha * g))
     elif KIND == "gelu":
         return 0.5 * g * (1 + tl.erf(g * 0.7071067811865476))
     elif KIND == "gelu_tanh":
@@ -31,10 +34,21 @@ def activation(g, threshold, KIND: tl.constexpr):
     elif KIND == "relu":
         return tl.where(g <= 0, 0.0, g)
     elif KIND == "fatrelu":
-        return tl.where(g <= threshold, 0.0, g)
+        return tl.where(g <= bound, 0.0, g)
     else:
         tl.static_assert(KIND == "relu2")
         return tl.where(g <= 0, 0.0, g * g)
+
+
+@triton.jit
+def up_factor(u, bound, KIND: tl.constexpr, UP_RELU: tl.constexpr):
+    """Compute what an activation is multiplied with, of up's values."""
+    if UP_RELU:
+        return tl.where(u <= 0, 0.0, u)
+    elif KIND == "swiglu_oai":
+        return tl.where(u > bound, bound, tl.where(u < -bound, -bound, u)) + 1
+    else:
+        return u
 
 
 @triton.jit
@@ -62,18 +76,9 @@ def norm(
 def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     g = tl.load(gate + i, mask=i < n, other=0)
-    if KIND == "swiglu_oai":
-        g = tl.where(g > bound, bound, g)  # a NaN stays one
-        a = g / (1 + tl.exp(-alpha * g))
-    else:
-        a = activation(g, bound, KIND)
+    a = activation(g, bound, alpha, KIND)
     if up is not None:
-        u = tl.load(up + i, mask=i < n, other=0)
-        if UP_RELU:
-            u = activation(u, 0.0, "relu")
-        elif KIND == "swiglu_oai":
-            u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u)) + 1
-        a *= u
+        a *= up_factor(tl.load(up + i, mask=i < n, other=0), bound, KIND, UP_RELU)
     tl.store(out + i, a, mask=i < n)
 
 
@@ -90,8 +95,8 @@ def open(x, gate, n, WIDE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def gated(
-    h, ups, named, weights, counts, n, named_stride, tokens, each, pitch, threshold,
-    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    h, ups, named, weights, counts, n, named_stride, tokens, each, pitch, bound, alpha,
+    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Replace many tokens' gates of R neurons in h by their activation times `ups`. Counts as gate_up_few."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -119,18 +124,21 @@ def gated(
         token = start + tl.arange(0, T)
         at = token.to(tl.int64)[:, None] * n + row[None, :]
         ok = (token < tokens)[:, None] & (row < n)[None, :]
-        a = activation(tl.load(h + at, mask=ok & wanted[None, :], other=0), threshold, ACTIVATION)
-        a = tl.where(wanted[None, :], a, 0.0)
+        g = tl.load(h + at, mask=ok & wanted[None, :], other=0)
         if weights is not None:
             share = tl.load(weights + token[:, None] * pitch + row[None, :] // each, mask=ok, other=0)
+            g = g * share if SCALES else g
+        a = tl.where(wanted[None, :], activation(g, bound, alpha, ACTIVATION), 0.0)
+        if weights is not None:
             a = tl.where(share != 0, a, 0.0)
         opened += tl.sum(((a != 0) & ok).to(tl.int32), axis=0)
         if ups is not None:
             u = tl.load(ups + at, mask=ok, other=0)
-            u = activation(u, 0.0, "relu") if UP_RELU else u
-            a = tl.where(a != 0, a * u, 0.0)
+            if SCALES:
+                u *= share
+            a = tl.where(a != 0, a * up_factor(u, bound, ACTIVATION, UP_RELU), 0.0)
         pairs += tl.sum(((a != 0) & ok).to(tl.int32), axis=0)
-        if weights is not None:
+        if weights is not None and not SCALES:
             a = tl.where(a != 0, a * share, 0.0)
         tl.store(h + at, a, mask=ok)
     tl.atomic_add(counts + 3, tl.sum((pairs > 0).to(tl.int32), axis=0), sem="relaxed")

@@ -183,24 +183,24 @@ class LayerWork:
     kv_bytes: int  # of its keys and values, or states
     kv_read_bytes: int
     dim: int
-    on_gpu: str = "any"  # of its neurons: "any" number of the hottest, "all" or none, "none"
+    # Of its neurons: "any" number of the hottest, "all" or none, whole "experts" of `width`, "none".
+    on_gpu: str = "any"
     attention_on_gpu: bool | None = None  # None: or not
     shared: bool = False  # it has an FFN of every token, with its attention: neurons go to a GPU with both
+    width: int = 0  # neurons of an expert
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
         alike = self.reads is other.reads and (self.on_gpu, self.shared) == (other.on_gpu, other.shared)
+        alike &= self.width == other.width
         alike &= self.attention_on_gpu == other.attention_on_gpu
         return alike and kv and self.sizes == other.sizes
 
 
-def grid(neurons: int, clusters: int, experts: int = 1) -> I64:
-    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32 neurons
-    of each expert.
-    """
+def grid(neurons: int, clusters: int, least: int = 32) -> I64:
+    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last some multiple of `least`."""
     if not neurons:
         return np.zeros(1, np.int64)
-    least = 32 * experts
     size = -(-neurons // clusters // least) * least if neurons >= least * clusters else min(least, neurons)
     borders: I64 = np.minimum(np.arange(0, neurons + size, size), neurons)
     return np.unique(borders)
@@ -213,20 +213,21 @@ def layer_columns(
 
     Gate rows are on disk only where a predictor says which to fetch.
     """
-    s = layer.sizes
-    borders = grid(s.neurons, clusters, work.experts)
-    ends = {"any": borders, "all": borders[[0, -1]], "none": borders[:1]}
+    s, whole = layer.sizes, layer.on_gpu == "experts"
+    borders = grid(s.neurons, clusters, layer.width if whole else 32 * work.experts)
+    ends = {"any": borders, "experts": borders, "all": borders[[0, -1]], "none": borders[:1]}
     counts = ends[layer.on_gpu] if gpu else borders[:1]
     tails = s.neurons - borders[::-1] if disk else borders[:1]
     both = np.array([False, True]) if gpu else np.array([False])
     attention = both if layer.attention_on_gpu is None else np.array([layer.attention_on_gpu])
-    asks_there = work.predicts and s.predictor.bytes and layer.on_gpu != "none" and work.experts == 1
+    asks_there = work.predicts and s.predictor.bytes and layer.on_gpu in ("any", "all") and work.experts == 1
     predictors = both if asks_there else both[:1]
     fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
     every = np.meshgrid(attention, predictors, counts, tails, fetched, indexing="ij")
     a, p, g, d, f = (x.ravel() for x in every)
     fits = (g + d <= s.neurons) & (~f | (d > 0)) & (a | (g == 0) | (not layer.shared))
     a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
+    f = d > 0 if whole else f
     gates, bundles = s.gate_bytes, s.bundle_bytes
     attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes
     vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
@@ -282,12 +283,16 @@ def layer_times(
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
         gpu += np.where(a, here, 0.0)
         gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
-        computed = np.where(p, gates[g], work.routed * g)  # without a predictor all that are there
+        # Without a predictor all that are there, but no expert that no token goes to.
+        computed = gates[g] if layer.on_gpu == "experts" else np.where(p, gates[g], work.routed * g)
         ffn_gpu = np.where(g > 0, _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + launches, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n)
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
-    disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
-    disk += disk_us(s.gate_row_bytes, v, f * (gates[n] - gates[n - d]), d)
+    if layer.on_gpu == "experts":
+        disk = experts_us(s, v, bundles[n] - bundles[n - d])
+    else:
+        disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
+        disk += disk_us(s.gate_row_bytes, v, f * (gates[n] - gates[n - d]), d)
     longest = np.maximum(np.maximum(ffn_gpu, ffn_cpu), disk)
     of_disk = (disk == longest) & (disk > 0)
     of_gpu = (ffn_gpu == longest) & ~of_disk & (ffn_gpu > ffn_cpu)
@@ -335,6 +340,13 @@ def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on
     return total
 
 
+def ffn_cpu_us(layer: LayerWork, v: Speeds, gpu: int) -> float:
+    """Return the CPU's time for the neurons of an FFN of which the first `gpu` are on a GPU."""
+    gates, bundles = (x[-1] - x[gpu] for x in (layer.reads.gates, layer.reads.bundles))
+    each = _ffn_us(layer, v, np.array([gates]), np.array([bundles]), on_gpu=False)
+    return float(each[0]) + CALL_US * (gpu < layer.sizes.neurons)
+
+
 def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
     """`needed` rows of `of` from disk: each on its own (bound by reads or bytes a second), or in order."""
     disk = v.tiers.disk
@@ -343,6 +355,15 @@ def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
     pages = -(-row_bytes // PAGE)
     each = needed * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
     us: F64 = np.minimum(each, np.where(needed > 0, of * row_bytes / (disk.read_gbs * 1e3), 0.0))
+    return us
+
+
+def experts_us(s: LayerSizes, v: Speeds, needed: F64) -> F64:
+    """`needed` neurons of whole experts from disk."""
+    disk = v.tiers.disk
+    if disk is None:
+        return np.zeros(len(needed))
+    us: F64 = needed * ((s.record_bytes + s.gate_row_bytes) / (disk.expert_gbs * 1e3))
     return us
 
 

@@ -25,7 +25,7 @@ from thermocline.plan.disk.neuron_plan import stored_plan
 from thermocline.plan.further_gpus import with_further
 from thermocline.plan.memory import reads_from_disk
 from thermocline.plan.planner import LayerPlan, Plan, fits_in
-from thermocline.plan.problem import Ask, Problem
+from thermocline.plan.problem import Ask, Problem, takes_experts
 from thermocline.plan.subject import Subject
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def plan(
     are free on GPUs beside the first.
     """
     p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
+    if p.vram and takes_experts(subject.spec):
+        p = replace(p, routing=subject.routing())
     if subject.smaller is not None and not p.vram and not fits_in(p, disk=False):
         p = replace(p, sizes=subject.smaller)
     stored = reads_from_disk(subject.spec)
@@ -55,7 +57,7 @@ def plan(
         if stored == "experts":
             return expert_plan(p, subject.contents.tensors, subject.routing())
         return stored_plan(p, subject.contents)
-    made = planner.plan(subject.spec, p.sizes, subject.hotness, tiers, ask, p.gpus)
+    made = planner.solved(p)
     divided = stored == "neurons" and made.placement.from_disk and made.placement.devices
     if further:
         made = with_further(p, made, further)

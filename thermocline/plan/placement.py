@@ -28,7 +28,7 @@ def gpu(index: int) -> str:
 
 @dataclass(frozen=True)
 class NeuronRange:
-    """Consecutive neurons of a layer's FFN on one device; of a mixture, as many of each expert."""
+    """Consecutive neurons of an FFN on one device; of a mixture as many of each expert, or whole ones."""
 
     device: str  # CPU, or `gpu(index)`
     neurons: int  # of one expert
@@ -38,11 +38,15 @@ class NeuronRange:
     experts: int | None = None  # whole ones in memory at a time, where the others are on disk; None: all
     # Rows of gate and up, and of down, in memory, where the others come in a stream; None: all of them.
     held: tuple[int, ...] | None = None
+    whole: tuple[int, ...] | None = None  # the experts that are here, ascending; None: `neurons` of each
 
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """The devices of one layer. Ranges follow each other, hottest first, and add up to the FFN's neurons."""
+    """The devices of one layer. Ranges follow each other, hottest first, and add up to the FFN's neurons.
+
+    Where experts are whole, each is in one range.
+    """
 
     attention: str  # a device; its keys and values lie there too
     predictor: str | None  # a device
@@ -55,7 +59,12 @@ class LayerPlacement:
     @property
     def on_gpus(self) -> int:
         """Neurons of each expert that are on any GPU: the hottest."""
-        return sum(r.neurons for r in self.ranges if r.device != CPU)
+        return sum(r.neurons for r in self.ranges if r.device != CPU and r.whole is None)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The experts that are on a GPU whole."""
+        return next((r.whole for r in self.ranges if r.device != CPU and r.whole is not None), ())
 
     @property
     def rest(self) -> NeuronRange | None:

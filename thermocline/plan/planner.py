@@ -23,7 +23,7 @@ from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, reads_from_disk, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
-from thermocline.plan.problem import Ask, Problem
+from thermocline.plan.problem import Ask, Problem, divides, takes_experts
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
 CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
@@ -42,7 +42,7 @@ class LayerPlan:
     ram: int
     disk: int  # bundles; gate rows of these stay in RAM
     disk_gates: int  # of neurons whose gate rows are on disk too
-    expert: int = 0  # neurons of an expert, where whole ones are on disk
+    expert: int = 0  # neurons of an expert, where whole ones are on a GPU or on disk
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def placement_of(
 
     def layer(i: int, x: LayerPlan) -> LayerPlacement:
         experts = max(1, p.spec.ffn(i).experts)
+        if x.expert:
+            return LayerPlacement(where[x.attention], None, whole_experts(x, p.ranked(i)))
         ranges = [NeuronRange(gpu(0), x.gpu // experts)] if x.gpu else []
         if rest := x.ram + x.disk:
             slots = shared(x.ram, experts) if x.disk else None
@@ -110,6 +112,17 @@ def placement_of(
     kv_tokens = p.ask.context * p.ask.batch
     each = tuple(layer(i, x) for i, x in enumerate(layers))
     return Placement(each, where[head], p.ask.context, kv_tokens, taken, p.sizes.tables)
+
+
+def whole_experts(x: LayerPlan, ranked: Sequence[int]) -> tuple[NeuronRange, ...]:
+    """Return the ranges of a layer whose experts are whole: the first of `ranked` on the GPU."""
+    n, width = x.gpu // x.expert, x.expert
+    slots = x.ram // width if x.disk else None
+    if not n:
+        return (NeuronRange(CPU, width, experts=slots),)
+    there = NeuronRange(gpu(0), width, whole=tuple(sorted(ranked[:n])))
+    others = tuple(sorted(ranked[n:]))
+    return (there, NeuronRange(CPU, width, experts=slots, whole=others)) if others else (there,)
 
 
 # ---- solving it
@@ -132,7 +145,11 @@ def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask
     `gpus`: how many a session uses; the solver places on the first.
     Raises OutOfBudget with the smallest change that would fit.
     """
-    problem = Problem(spec, sizes, hotness, tiers, ask, gpus)
+    return solved(Problem(spec, sizes, hotness, tiers, ask, gpus))
+
+
+def solved(problem: Problem) -> Plan:
+    """Do as `plan`."""
     placed = _best(problem)
     if placed is None:
         raise OutOfBudget(refusal(problem))
@@ -250,7 +267,7 @@ def described(p: Problem, x: Placed) -> Plan:
     for (columns, c), sizes in zip(x.layers, p.sizes.layers, strict=True):
         assert columns.gpu[c] + columns.disk[c] <= sizes.neurons, "a neuron is on one tier"
     depths = [predict(p, x, p.work(share=share)) for share in (0.0, 0.5, 1.0)]
-    layers = tuple(_layer(p, c, i, n.neurons) for (c, i), n in zip(x.layers, p.sizes.layers, strict=True))
+    layers = tuple(_layer(p, i, picked) for i, picked in enumerate(x.layers))
     head = _tier(x.head[0].attention[x.head[1]])
     return Plan(
         layers=layers,
@@ -272,12 +289,14 @@ def _tier(on_gpu: object) -> str:
     return "gpu" if on_gpu else "ram"
 
 
-def _layer(p: Problem, c: Columns, i: int, neurons: int) -> LayerPlan:
+def _layer(p: Problem, layer: int, picked: tuple[Columns, int]) -> LayerPlan:
+    c, i = picked
+    neurons = p.sizes.layers[layer].neurons
     gpu, disk = int(c.gpu[i]), int(c.disk[i])
+    whole = divides(p.spec, layer) == "experts" and bool(gpu or disk)
     predictor = _tier(c.predictor[i]) if p.work().predicts else None
-    return LayerPlan(
-        _tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, disk * bool(c.gates[i])
-    )
+    width, gates = p.spec.ffn(layer).width if whole else 0, disk * bool(c.gates[i])
+    return LayerPlan(_tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, gates, width)
 
 
 def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
@@ -375,6 +394,11 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     elif x.disk and left in ("experts", "rows") and p.vram:
         what = "experts" if left == "experts" else "rows of FFNs"
         yield f"predicted only: beside a GPU this version leaves no {what} on disk"
+    if any(c.gpu[i] for c, i in x.layers) and takes_experts(p.spec):
+        which = "the first of each layer; `thermocline profile` finds those that are chosen most"
+        if p.routing is not None:
+            which = f"those that are chosen most, by its profile of {p.routing.tokens:,} tokens"
+        yield f"experts on the GPU are {which}"
     if p.tiers.disk is None:
         yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +20,13 @@ from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
 from thermocline.ops.device_sizes import device_bytes, host_bytes
-from thermocline.plan.cost import EXCESS, LayerWork, Reads, Speeds, Work
+from thermocline.plan.cost import EXCESS, MATRIX_SHARE, LayerWork, Reads, Speeds, Work
 from thermocline.plan.hotness import Hotness, in_turn
 from thermocline.plan.memory import device_limits, runtime_bytes, scratch_bytes
 from thermocline.plan.solver import Budget
+
+if TYPE_CHECKING:
+    from thermocline.plan.disk.expert_hits import OwnRouting
 
 GPU_RUNTIME_BYTES = 448 << 20  # a GPU library's context, modules and workspace
 # Of RAM, likewise: torch's libraries, the driver's own. An estimate: no card was at hand.
@@ -54,6 +58,7 @@ class Problem:
     tiers: Tiers
     ask: Ask
     gpus: int = 1  # that a session uses, if any
+    routing: OwnRouting | None = field(default=None, compare=False)  # a mixture's, by its profile
     known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
 
     def kv_layer_bytes(self, layer: int) -> int:
@@ -134,28 +139,53 @@ class Problem:
             known = self.known[at] = Reads.of(hot, work, skips=True, excess=self.excess)
         return known
 
+    def ranked(self, layer: int) -> list[int]:
+        """Return a layer's experts, those that tokens go to most first; unsorted where nobody knows."""
+        return (
+            list(range(self.spec.ffn(layer).experts)) if self.routing is None else self.routing.ranked(layer)
+        )
+
+    def _reads_of_experts(self, layer: int, work: Work) -> Reads:
+        """Return the reads of whole experts in that order, by the profile's own trace."""
+        assert self.routing is not None
+        known = self.known.get(at := (layer, work.batch))
+        if known is None:
+            each = self.routing.needed(layer, work.batch)[self.ranked(layer)]
+            rows = np.concatenate([[0.0], np.cumsum(np.repeat(each, self.spec.ffn(layer).width))])
+            known = self.known[at] = Reads(rows, rows, MATRIX_SHARE, MATRIX_SHARE)
+        return known
+
     def layers(self, work: Work) -> Iterator[LayerWork]:
         dense = {
             n: Reads.of(np.ones(n), work if experts > 1 else replace(work, routed=1.0), skips=False)
             for n, experts in {(x.neurons, self.spec.ffn(i).experts) for i, x in enumerate(self.sizes.layers)}
         }
         for i, sizes in enumerate(self.sizes.layers):
+            where, shared = divides(self.spec, i), self.spec.shared_dim > 0
             skips = self.spec.sparse and sizes.neurons > 0
             reads = self.reads(self.hotness.key(i), i, work) if skips else dense[sizes.neurons]
+            reads = reads if where != "experts" or self.routing is None else self._reads_of_experts(i, work)
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
             kept = self.kv_layer_bytes(i) + self.state_layer_bytes(i)
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
-            where, shared = divides(self.spec, i), self.spec.shared_dim > 0
-            yield LayerWork(sizes, reads, kept, kv_read, self.spec.dim, where, None, shared)
+            width = self.spec.ffn(i).width
+            yield LayerWork(sizes, reads, kept, kv_read, self.spec.dim, where, None, shared, width)
+
+
+def takes_experts(spec: ModelSpec) -> bool:
+    """Return whether a GPU can have whole experts of a model."""
+    return any(divides(spec, i) == "experts" for i in range(spec.n_layers))
 
 
 def divides(spec: ModelSpec, layer: int) -> str:
     """How many neurons of a layer can be on a GPU (`LayerWork.on_gpu`).
 
-    Where down is no row per neuron, or a norm sees all activations, they stay together; a mixture's, with the
-    CPU. Of a mixture "any" number is as many of each expert.
+    Where down is no row per neuron, or a norm sees all activations, they stay together: of a mixture whole
+    "experts" go there, but none under such a norm. "Any" number is as many of each expert.
     """
     if spec.sparse and not spec.sub_norms:
         return "any"
-    return "none" if spec.ffn(layer).experts > 1 else "all"
+    if spec.ffn(layer).experts > 1:
+        return "none" if spec.sub_norms else "experts"
+    return "all"

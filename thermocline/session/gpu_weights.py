@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
 N = TypeVar("N", bound=np.generic)
+SLABS = ("gate.weight", "up.weight", "down.weight")  # of an expert as plain matrices
 STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
 
@@ -47,19 +48,28 @@ class Split:
     there: tuple[tuple[str, int], ...]  # (device, rows of each part), one behind the other
     kept: bool  # whether the others are in the arena
     parts: int = 1
+    whole: tuple[int, ...] | None = None  # parts that go to one GPU as a whole, alone; None: some of each
 
     @property
-    def rows(self) -> int:
-        """Return the rows of each part that go to GPUs."""
-        return sum(rows for _, rows in self.there)
+    def sent(self) -> Sequence[int]:
+        """Return the parts that have rows on GPUs."""
+        return range(self.parts) if self.whole is None else self.whole
+
+    def left(self, part: int, rows: int) -> int:
+        """Return how many of a part's `rows` first rows are not in the arena."""
+        if self.whole is not None:
+            return rows if part in self.whole else 0
+        return sum(n for _, n in self.there)
 
 
 def everywhere(spec: ModelSpec) -> Placement:
-    """Return the placement of a whole model on the first GPU, but for experts that stay on the CPU."""
+    """Return the placement of a whole model on the first GPU, but for experts under a norm of their own."""
 
     def layer(i: int) -> LayerPlacement:
-        device, width = CPU if divides(spec, i) == "none" else FIRST_GPU, spec.ffn(i).width
-        return LayerPlacement(FIRST_GPU, FIRST_GPU, (NeuronRange(device, width),) if width else ())
+        how, (experts, _, width) = divides(spec, i), spec.ffn(i)
+        whole = tuple(range(experts)) if how == "experts" else None
+        ffn = NeuronRange(CPU if how == "none" else FIRST_GPU, width, whole=whole)
+        return LayerPlacement(FIRST_GPU, FIRST_GPU, (ffn,) if width else ())
 
     return Placement(tuple(map(layer, range(spec.n_layers))), FIRST_GPU)
 
@@ -82,8 +92,15 @@ def check(spec: ModelSpec, placement: Placement, gpus: int) -> None:
         on = [r.device for r in p.ranges if r.neurons]
         assert len(set(on)) == len(on) and CPU not in on[:-1], "a range for each device, the CPU's last"
         assert all(gpu_index(r.device) < gpus for r in gpu_ranges(p)), "a GPU that this session does not have"
-        assert spec.sparse or len(on) <= 1, "only neurons that can be skipped are divided"
-        assert sum(r.neurons for r in p.ranges) == spec.ffn(i).width, "ranges add up to the FFN's neurons"
+        experts, _, width = spec.ffn(i)
+        if p.whole:
+            assert on[0] == FIRST_GPU and not spec.sparse, "whole experts are on the first GPU"
+            found = sorted(e for r in p.ranges for e in r.whole or ())
+            assert found == list(range(experts)), "each expert is in one range"
+            assert all(r.neurons == width for r in p.ranges), "they are whole"
+        else:
+            assert spec.sparse or len(on) <= 1, "only neurons that can be skipped are divided"
+            assert sum(r.neurons for r in p.ranges) == width, "ranges add up to the FFN's neurons"
         assert p.attention == placement.layers[spec.kv_layer(i)].attention, "keys and values are in one place"
         assert not spec.shared_dim or p.attention == FIRST_GPU or not gpu_ranges(p), "the shared FFN is there"
 
@@ -103,7 +120,10 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placem
         _, layer, part = name.split(".", 2)
         here, (experts, _, width) = placement.layers[int(layer)], spec.ffn(int(layer))
         ranges = gpu_ranges(here)
-        if part in ATTENTION or part in spec.mixer_matrices(int(layer)):
+        if here.whole and part in SLABS:
+            each = ((ranges[0].device, rows // experts),)
+            yield Split(name, each, len(here.whole) < experts, experts, here.whole)
+        elif part in ATTENTION or part in spec.mixer_matrices(int(layer)):
             yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
             alone = [r.neurons for r in ranges] == [width]  # then it goes as a whole
@@ -142,19 +162,20 @@ def load(
     for s in found:
         t = pack.tensors[s.name]
         if s.kept:
-            shape = t.shape if not s.rows else (t.shape[0], t.shape[1] - s.rows, *t.shape[2:])
             at, part = end, t.bytes // s.parts
-            for begin in range(t.offset, t.offset + t.bytes, part):
-                first = begin + s.rows * t.stride
+            for i, begin in enumerate(range(t.offset, t.offset + t.bytes, part)):
+                first = begin + s.left(i, part // t.stride) * t.stride
                 runs.append((first, begin + part, at))
                 at += begin + part - first
+            shape = _kept_shape(s, t)
             kept[s.name] = replace(t, shape=shape, offset=end, bytes=at - end)
             end += aligned(at - end)
     arena = blocks.new_arena(end, str(pack.path))
     sent = sum(r.data.numel() for each in there.values() for r in each.values())
     pack.read_runs(arena, runs, _after(sent, progress))
     arena.gather_pages()
-    made = weights.assemble(weights.PackInMemory(pack.spec, kept, arena, cpu, there), str(pack.path))
+    in_memory = weights.PackInMemory(pack.spec, kept, arena, cpu, there, whole=whole_experts(placement))
+    made = weights.assemble(in_memory, str(pack.path))
     made = _with_pinned(made, pack.spec, kept, arena, devices[0])
     return _completed(made, pack.spec, placement, there, predictors, devices)
 
@@ -192,6 +213,19 @@ def _completed(
     return made if predictors is None else _with_predictors(made, spec, placement, predictors, devices[0])
 
 
+def whole_experts(placement: Placement) -> dict[str, tuple[int, ...]]:
+    """Return the experts that a GPU has whole, by layer."""
+    return {f"layers.{i}": x.whole for i, x in enumerate(placement.layers) if x.whole}
+
+
+def _kept_shape(s: Split, t: TensorInfo) -> tuple[int, ...]:
+    """Return the shape of what the arena has of a tensor."""
+    if s.whole is not None:
+        return (s.parts - len(s.whole), *t.shape[1:])
+    rows = s.left(0, 0)
+    return (t.shape[0], t.shape[1] - rows, *t.shape[2:]) if rows else t.shape
+
+
 def _after(begun: int, progress: Progress | None) -> Progress | None:
     """Return the progress of a read that follows `begun` bytes."""
     return None if progress is None else lambda done, size: progress(begun + done, begun + size)
@@ -205,7 +239,7 @@ def _all_sent(
     progress: Progress | None,
 ) -> dict[str, dict[str, DeviceRows]]:
     """Send the GPUs their rows; -> these, by name and device. `more_bytes`: read after them."""
-    sizes = [(s.parts, rows * pack.tensors[s.name].stride) for s in found for _, rows in s.there]
+    sizes = [(len(s.sent), rows * pack.tensors[s.name].stride) for s in found for _, rows in s.there]
     most = max((part for _, part in sizes), default=0)
     staging = blocks.new_arena(min(most, STAGED_BYTES), "weights on their way")
     done, size = 0, sum(parts * part for parts, part in sizes) + more_bytes
@@ -220,7 +254,7 @@ def _all_sent(
     for s in found:
         first = 0
         for name, rows in s.there:
-            which = _Which(pack.tensors[s.name], s.parts, first, rows)
+            which = _Which(pack.tensors[s.name], s.parts, s.sent, first, rows)
             sent = _sent(pack, which, devices[gpu_index(name)], staging, more)
             there.setdefault(s.name, {})[name] = _rows(sent, s.name, which.tensor, pack.spec)
             first += rows
@@ -277,15 +311,17 @@ def _bytes_at(arena: _native.Arena) -> torch.Tensor:
 
 def _kept_bytes(pack: StoredModel, s: Split) -> int:
     t = pack.tensors[s.name]
-    return t.bytes - s.parts * s.rows * t.stride if s.kept else 0
+    rows = t.bytes // t.stride // s.parts
+    return sum(rows - s.left(i, rows) for i in range(s.parts)) * t.stride if s.kept else 0
 
 
 @dataclass(frozen=True)
 class _Which:
-    """Rows [first, first + rows) of each of a tensor's equal parts."""
+    """Rows [first, first + rows) of `sent` ones of a tensor's equal parts."""
 
     tensor: TensorInfo
     parts: int
+    sent: Sequence[int]
     first: int
     rows: int
 
@@ -293,11 +329,11 @@ class _Which:
 def _sent(
     pack: StoredModel, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
 ) -> torch.Tensor:
-    """Send rows to a device; -> these there, [parts * rows, stride]."""
+    """Send rows to a device; -> these there, [sent parts * rows, stride]."""
     t, nbytes = which.tensor, which.rows * which.tensor.stride
-    made: torch.Tensor = device.zeros((which.parts * which.rows, t.stride), torch.uint8)
+    made: torch.Tensor = device.zeros((len(which.sent) * which.rows, t.stride), torch.uint8)
     here = _bytes_at(staging)
-    for part, flat in enumerate(made.view(which.parts, -1)):
+    for part, flat in zip(which.sent, made.view(len(which.sent), -1), strict=True):
         first = t.offset + part * (t.bytes // which.parts) + which.first * t.stride
         step = max(1, staging.nbytes // t.stride) * t.stride  # runs end between rows
         for begin in range(0, nbytes, step):

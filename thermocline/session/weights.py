@@ -237,6 +237,7 @@ class PackInMemory:
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] = field(default_factory=dict)
     grouped: Collection[str] = ()  # tensors whose rows are interleaved
     tables: Mapping[str, Lookup] = field(default_factory=dict)  # whose rows stay on disk
+    whole: Mapping[str, Sequence[int]] = field(default_factory=dict)  # by layer, experts that a GPU has whole
 
     def has(self, name: str) -> bool:
         """Return whether there is such a tensor, in RAM or on a GPU."""
@@ -307,7 +308,14 @@ class PackInMemory:
     def ffn(self, layer: str, expert: int, experts: int, biases: Sequence[F32 | None]) -> FFN:
         """Return an expert. `biases`: of gate, up and down."""
         bias, up_bias, down_bias = biases
-        gate = f"{layer}.gate.weight"
+        gate, whole = f"{layer}.gate.weight", self.whole.get(layer, ())
+        if expert in whole:
+            (device,) = self.on_gpus[gate]
+            part = self._gpu_part(layer, (whole.index(expert), len(whole)), device, bias)
+            return FFN((replace(part, up_bias=up_bias),), down_bias, self.spec.sparse)
+        if whole:
+            part = self._cpu_part(layer, expert - sum(e < expert for e in whole), bias)
+            return FFN((replace(part, up_bias=up_bias),), down_bias, self.spec.sparse)
         gpus, in_ram = self.on_gpus.get(gate, {}), gate in self.tensors
         divided = len(gpus) + in_ram > 1
         parts, first = [], 0

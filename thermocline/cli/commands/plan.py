@@ -29,7 +29,7 @@ from thermocline.session.options import FORMATS
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
-    from thermocline.plan.planner import Plan, Prediction
+    from thermocline.plan.planner import LayerPlan, Plan, Prediction
     from thermocline.plan.problem import Ask
     from thermocline.plan.subject import Subject
 
@@ -252,17 +252,27 @@ def _layers(plan: Plan) -> list[str]:
     gpu = sorted(layer.gpu for layer in plan.layers)
     disk = sorted(layer.disk for layer in plan.layers)
     attention = ", ".join(f"{n} {t}" for t, n in sorted(where.items()))
-    if each := max(layer.expert for layer in plan.layers):
-        ram = sorted(layer.ram // each for layer in plan.layers if layer.expert)
+    if whole := [layer for layer in plan.layers if layer.expert]:
         return [
             f"attention {attention} · head {plan.head}",
-            f"experts of a layer: {ram[0]} to {ram[-1]} ram, the others disk (each: --json)",
+            f"experts of a layer: {_experts(whole)} (each: --json)",
         ]
     return [
         f"attention {attention} · head {plan.head}",
         f"neurons of a layer: {gpu[0]} to {gpu[-1]} gpu, {disk[0]} to {disk[-1]} disk"
         f"{_with_gates(plan)} (each: --json)",
     ]
+
+
+def _experts(layers: Sequence[LayerPlan]) -> str:
+    """Return how many experts of a layer are where: `30 to 34 gpu, 20 ram, the others disk`."""
+    each = {"gpu": [x.gpu // x.expert for x in layers], "ram": [x.ram // x.expert for x in layers]}
+    said = [
+        f"{min(n)} to {max(n)} {tier}" if min(n) < max(n) else f"{min(n)} {tier}"
+        for tier, n in each.items()
+        if max(n)
+    ]
+    return ", ".join([*said, *(["the others disk"] if any(x.disk for x in layers) else [])])
 
 
 def _with_gates(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from thermocline.pack.stored_model import StoredModel
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 Choices = NDArray[np.integer]  # [tokens, experts a token takes]
 
@@ -37,11 +38,13 @@ FOUND = np.array([0.0, 0.24, 0.29, 0.37, 0.55, 0.75, 0.85, 0.91, 0.95, 0.976, 1.
 ROUTED = 6 / 128
 
 
-def published(spec: ModelSpec, slots: int) -> float:
+def published(spec: ModelSpec, slots: int, experts: int | None = None) -> float:
     """Return the share of requests for a layer's experts that published routing finds in so many slots.
 
-    Where a token goes to a larger share of them, as many slots hold fewer tokens' experts.
+    Where a token goes to a larger share of them, as many slots hold fewer tokens' experts. `experts`: that
+    requests are for, where the others are elsewhere; None: all.
     """
+    slots = round(slots * spec.n_experts / (experts or spec.n_experts))
     share = slots / spec.n_experts
     alike = min(1.0, slots / spec.n_experts_active * ROUTED)
     return max(share, float(np.interp(min(share, alike), HELD, FOUND)))
@@ -79,6 +82,7 @@ class OwnRouting:
     active: int
     likely: Mapping[int, F32]  # by layer [experts]
     chosen: Mapping[int, Choices]  # by layer
+    elsewhere: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by layer, experts on a GPU
     played: dict[tuple[int, int, int], I32] = field(default_factory=dict, compare=False)  # by `missed`
 
     @staticmethod
@@ -87,27 +91,58 @@ class OwnRouting:
         first = next(iter(p.counts))
         return OwnRouting(p.tokens, len(p.counts[first]), p.traced[first].shape[1], likely, p.traced)
 
+    def ranked(self, layer: int) -> list[int]:
+        """Return a layer's experts, those that tokens go to most first."""
+        return [int(e) for e in np.argsort(-self.likely[layer], kind="stable")]
+
+    def without(self, elsewhere: Mapping[int, tuple[int, ...]]) -> OwnRouting:
+        """Return the same of the other experts."""
+        return replace(self, elsewhere=elsewhere, played={})
+
+    def here(self, layer: int) -> I64:
+        """Return the experts that are not elsewhere."""
+        return np.setdiff1d(np.arange(self.experts), self.elsewhere.get(layer, ()))
+
+    def needs(self, layer: int, batch: int = 1) -> Bool:
+        """Return which of those each step of the trace needs, if it decodes `batch` tokens."""
+        return needs_of(self.chosen[layer][:PLAYED], self.experts, batch)[:, self.here(layer)]
+
+    def needed(self, layer: int, batch: int = 1) -> F64:
+        """Return the share of such steps that need each of them."""
+        return np.asarray(self.needs(layer, batch).mean(axis=0))
+
+    def requests(self, layer: int) -> float:
+        """Return how many of them a token needs."""
+        return float(self.needed(layer).sum())
+
     def missed(self, layer: int, slots: int, batch: int = 1) -> I32:
-        """Return how many of a layer's experts each step of the trace reads, if it decodes `batch` tokens."""
+        """Return how many of a layer's experts each step of the trace reads, if it decodes `batch` tokens.
+
+        A step that needs none does not reach the cache.
+        """
         at = layer, slots, batch
         if at not in self.played:
-            needs = needs_of(self.chosen[layer][:PLAYED], self.experts, batch)
-            self.played[at] = missed(needs, slots, self.likely[layer], self.active)
+            needs = self.needs(layer, batch)
+            out, some = np.zeros(len(needs), np.int32), needs.any(axis=1)
+            out[some] = missed(needs[some], slots, self.likely[layer][self.here(layer)], self.active)
+            self.played[at] = out
         return self.played[at]
 
     def found(self, layer: int, slots: int) -> float:
         """Return the share of a layer's requests that find their expert in memory."""
-        return 1.0 - float(self.missed(layer, slots).mean()) / self.active
+        requests = self.requests(layer)
+        return 1.0 - float(self.missed(layer, slots).mean()) / requests if requests else 1.0
 
     def curve(self, layer: int) -> F64:
-        """Return `found` for every number of slots, [experts + 1], as the concave curve above it.
+        """Return `found` for every number of slots, [experts here + 1], as the concave curve above it.
 
         So no slot is worth less than the next, and slots can be given one by one.
         """
-        at = sorted({max(1, round(share * self.experts)) for share in PLAYED_AT})
-        points = [(0, 0.0), *((n, self.found(layer, n)) for n in at if n < self.experts), (self.experts, 1.0)]
+        n = len(self.here(layer))
+        at = sorted({max(1, round(share * n)) for share in PLAYED_AT})
+        points = [(0, 0.0), *((k, self.found(layer, k)) for k in at if k < n), (n, 1.0)]
         x, y = zip(*_above(points), strict=True)
-        curve: F64 = np.interp(np.arange(self.experts + 1), x, y)
+        curve: F64 = np.interp(np.arange(n + 1), x, y)
         return curve
 
 
