@@ -6,6 +6,7 @@ Here is nothing that a planner needs, since every session comes by.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from thermocline.plan.disk.disk_split import (
     least_bytes,
     predictors_in_memory,
 )
-from thermocline.plan.disk.expert_hits import own_routing
+from thermocline.plan.disk.expert_hits import OwnRouting, own_routing
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed, split_of
 from thermocline.plan.memory import Needs as Needs
 from thermocline.plan.memory import chats_for, context_for, contexts_for, fit, others_of, reads_from_disk
@@ -50,6 +51,17 @@ class Decision:
     plan: Plan | None = None  # with what is predicted, where there is a GPU
     mixture: Mixture | None = None  # where the disk has experts
     dense: Dense | None = None  # where it has rows of FFNs
+
+    @staticmethod
+    def of_plan(plan: Plan, contents: Contents, routing: Callable[[], OwnRouting | None]) -> Decision:
+        """Return a plan with a GPU, as decided. `contents`: of the model, `routing`: a mixture's own."""
+        placement, spec = plan.placement, contents.spec
+        if not placement.from_disk:
+            return Decision(placement, plan=plan)
+        if reads_from_disk(spec) == "experts":
+            mixture = Mixture(spec, contents.tensors, routing())
+            return Decision(placement, plan=plan, mixture=mixture.beside(placement))
+        return Decision(placement, contents, plan)
 
     @cached_property
     def arrangement(self) -> Arrangement | None:

@@ -226,6 +226,8 @@ def layer_columns(
     every = np.meshgrid(attention, predictors, counts, tails, fetched, indexing="ij")
     a, p, g, d, f = (x.ravel() for x in every)
     fits = (g + d <= s.neurons) & (~f | (d > 0)) & (a | (g == 0) | (not layer.shared))
+    if whole:  # one expert at a time passes through RAM at least
+        fits &= (g == s.neurons) | (d == 0) | (s.neurons - g - d >= layer.width)
     a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
     f = d > 0 if whole else f
     gates, bundles = s.gate_bytes, s.bundle_bytes

@@ -20,7 +20,7 @@ from thermocline.plan.disk.disk_split import (
     in_part,
     left_on_disk,
 )
-from thermocline.plan.disk.expert_plan import expert_plan
+from thermocline.plan.disk.expert_plan import beside_gpu, expert_plan
 from thermocline.plan.disk.neuron_plan import stored_plan
 from thermocline.plan.further_gpus import with_further
 from thermocline.plan.memory import reads_from_disk
@@ -57,6 +57,9 @@ def plan(
         if stored == "experts":
             return expert_plan(p, subject.contents.tensors, subject.routing())
         return stored_plan(p, subject.contents)
+    divisible = stored == "experts" and tiers.disk is not None and takes_experts(subject.spec)
+    if divisible and not fits_in(p, disk=False):
+        return beside_gpu(p, subject.smaller or p.sizes, subject.contents.tensors)
     made = planner.solved(p)
     divided = stored == "neurons" and made.placement.from_disk and made.placement.devices
     if further:

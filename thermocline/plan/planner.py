@@ -295,7 +295,7 @@ def _layer(p: Problem, layer: int, picked: tuple[Columns, int]) -> LayerPlan:
     gpu, disk = int(c.gpu[i]), int(c.disk[i])
     whole = divides(p.spec, layer) == "experts" and bool(gpu or disk)
     predictor = _tier(c.predictor[i]) if p.work().predicts else None
-    width, gates = p.spec.ffn(layer).width if whole else 0, disk * bool(c.gates[i])
+    width, gates = (p.spec.ffn(layer).width, 0) if whole else (0, disk * bool(c.gates[i]))
     return LayerPlan(_tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, gates, width)
 
 
@@ -391,7 +391,7 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if x.disk and (left := reads_from_disk(p.spec)) is None:
         why = "some layers have a state or no neurons" if p.spec.sparse else "its neurons cannot be skipped"
         yield f"predicted only: {why}, so this version leaves none on disk"
-    elif x.disk and left in ("experts", "rows") and p.vram:
+    elif x.disk and p.vram and (left == "rows" or (left == "experts" and not takes_experts(p.spec))):
         what = "experts" if left == "experts" else "rows of FFNs"
         yield f"predicted only: beside a GPU this version leaves no {what} on disk"
     if any(c.gpu[i] for c, i in x.layers) and takes_experts(p.spec):

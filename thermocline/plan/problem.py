@@ -58,6 +58,7 @@ class Problem:
     tiers: Tiers
     ask: Ask
     gpus: int = 1  # that a session uses, if any
+    staging: int | None = None  # RAM for reads in flight and what they pass through; None: `STAGING_BYTES`
     routing: OwnRouting | None = field(default=None, compare=False)  # a mixture's, by its profile
     known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
 
@@ -86,7 +87,8 @@ class Problem:
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
-        return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
+        staging = STAGING_BYTES if self.staging is None else self.staging
+        return parts | ({"disk buffers": staging} if disk else {})
 
     def others(self) -> dict[str, int]:
         """Return the parts of RAM besides weights, of a CPU that has all layers (`memory.others_of`)."""

@@ -19,6 +19,9 @@ from thermocline.session import embedding_rows, resident, weights
 from thermocline.session.weights import Filled, LoadedWeights, PackInMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from thermocline.ops.device_rows import DeviceRows
     from thermocline.pack.stored_model import FileRows, Progress, StoredModel
 
 
@@ -99,10 +102,26 @@ def load(
     progress: Progress | None = None,
 ) -> tuple[LoadedWeights[CpuOps], ExpertStore]:
     """Raises as `weights.load` does. `switches`: what the disk tier is to do without."""
-    ops, p = weights.new_ops(threads), places(model, s)
+    ops = weights.new_ops(threads)
+    made, store, filled = opened(model, s, ops, threads=threads, switches=switches, progress=progress)
+    return LoadedWeights(made, ops, s.bytes, filled), store
+
+
+def opened(
+    model: StoredModel,
+    s: ExpertSplit,
+    ops: CpuOps,
+    *,
+    threads: int,
+    switches: int = 0,
+    on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Weights, ExpertStore, Filled]:
+    """`load`'s. `on_gpus`: as `PackInMemory`'s, where experts are elsewhere, too."""
+    p, whole = places(model, s), {f"layers.{i}": there for i, there in s.mixture.elsewhere.items()}
     arena = blocks.new_arena(p.bytes, str(model.path))
     tables = embedding_rows.in_arena(model, p.tensors, arena)
-    made = PackInMemory(model.spec, p.tensors, arena, ops, tables=tables)
+    made = PackInMemory(model.spec, p.tensors, arena, ops, on_gpus or {}, tables=tables, whole=whole)
     made = resident.read(model, made, p.runs, s.mixture.resident, progress)
     assembled = weights.assemble(made, str(model.path))
     try:
@@ -114,8 +133,7 @@ def load(
         raise disk_error(e) from None
     arena.gather_pages()
     filled = Filled.of(arena, ((to, to + end - begin) for begin, end, to in p.runs))
-    store = ExpertStore(files, tuple(layers.values()))
-    return LoadedWeights(_with_disk(assembled, layers), ops, s.bytes, filled), store
+    return _with_disk(assembled, layers), ExpertStore(files, tuple(layers.values())), filled
 
 
 def _experts(
@@ -134,13 +152,15 @@ def _experts(
     }
     found = {}
     for i, r in s.mixture.records.items():
-        rows = [_rows(model, r, e) for e in range(model.spec.n_experts)]
+        here = s.mixture.here(i)
+        rows = [_rows(model, r, e) for e in here]
         runs = [[resident.row_run(made, x.tensor, f, x.at) for x, f in each] for each in rows]
-        names = [f"{model.path}: {slab.tensor}" for slab, _ in rows[0]]
+        of = ", of the experts beside the GPU" if i in s.mixture.elsewhere else ""  # which errors count
+        names = [f"{model.path}: {slab.tensor}{of}" for slab, _ in rows[0]]
         planar = all(f.planar for _, f in rows[0])
         found[i] = _native.DiskExperts(
             pools[r.stride], files, runs, s.slots[i], names, planar=planar, disable=switches,
-            likely=None if routing is None else routing.likely[i],
+            likely=None if routing is None else routing.likely[i][here],
         )  # fmt: skip
     return found
 

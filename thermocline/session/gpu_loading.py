@@ -10,8 +10,8 @@ from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
-from thermocline.session.gpu_weights import load, load_in_part
-from thermocline.session.store import Opened
+from thermocline.session.gpu_weights import load, load_experts_in_part, load_in_part
+from thermocline.session.store import OnDisk, Opened
 from thermocline.session.weights import LoadedWeights, new_ops
 
 if TYPE_CHECKING:
@@ -34,15 +34,19 @@ def opened(
     progress: Callable[[int, int], None] | None,
 ) -> Opened:
     """Take all that is ever taken. `records`: checksums of neurons, where some come from disk."""
-    placement, a = decision.placement, decision.arrangement
+    placement, a, experts = decision.placement, decision.arrangement, decision.experts
     devices = tuple(one.device for one in gpus.opened)
     ops = GpuOps(
         devices, gpus.opened[0].kernels, new_ops(threads), pack.spec,
         device_limits(pack.spec, placement.context, max_batch, predicted=predictors is not None),
         gpus.send_from
     )  # fmt: skip
-    store = None
-    if a is None:
+    store: OnDisk | None = None
+    if experts is not None:
+        made, store = load_experts_in_part(
+            pack, placement, experts, devices, ops.cpu, threads=threads, progress=progress
+        )
+    elif a is None:
         made = load(pack, placement, devices, ops.cpu, predictors=predictors, progress=progress)
     else:
         assert records is not None and isinstance(pack, Pack), "neurons on disk are records of a pack"

@@ -15,7 +15,7 @@ from thermocline.plan.budget import Decision
 from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, Needs, context_for, reads_from_disk
-from thermocline.plan.problem import Ask
+from thermocline.plan.problem import Ask, takes_experts
 from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
@@ -93,7 +93,7 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
         return planned_of(found, subject, here, needs)
     except OutOfBudget as e:
         stored = reads_from_disk(pack.spec)
-        if stored in ("experts", "rows"):
+        if stored == "rows" or (stored == "experts" and not takes_experts(pack.spec)):
             what = "experts" if stored == "experts" else "rows of FFNs"
             raise OutOfBudget(f"{e}; or --gpu off, which leaves {what} on disk") from None
         measured = this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if stored else None
@@ -112,8 +112,8 @@ def planned_of(
         log.warning(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
         return None
     _report(found, made)
-    contents = subject.contents if made.placement.from_disk else None
-    return Decision(made.placement, contents, made), Gpus(found, send_from(here, subject))
+    decision = Decision.of_plan(made, subject.contents, subject.routing)
+    return decision, Gpus(found, send_from(here, subject))
 
 
 def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:

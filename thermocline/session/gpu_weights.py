@@ -19,8 +19,8 @@ from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights,
 from thermocline.pack import blocks
 from thermocline.plan.placement import ATTENTION, LayerPlacement, NeuronRange, Placement
 from thermocline.plan.problem import divides
-from thermocline.session import weights
-from thermocline.session.store import Store, opened
+from thermocline.session import expert_store, weights
+from thermocline.session.store import OnDisk, Store, opened
 
 if TYPE_CHECKING:
     from thermocline import _native
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
     from thermocline.pack.stored_model import Progress, StoredModel
     from thermocline.plan.disk.disk_split import Arrangement
+    from thermocline.plan.disk.expert_split import ExpertSplit
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
 N = TypeVar("N", bound=np.generic)
@@ -198,6 +199,23 @@ def load_in_part(
     there = _all_sent(pack, list(splits(pack.spec, pack.tensors, placement)), devices, 0, progress)
     made, store, _ = opened(pack, a, records, cpu, on_gpus=there, progress=progress)
     return _completed(made, pack.spec, placement, there, predictors, devices), store
+
+
+def load_experts_in_part(
+    model: StoredModel,
+    placement: Placement,
+    s: ExpertSplit,
+    devices: Sequence[Device],
+    cpu: CpuOps,
+    *,
+    threads: int,
+    progress: Progress | None = None,
+) -> tuple[Weights, OnDisk]:
+    """Do what `load` does where RAM has not all the experts that are on no GPU: others come from disk."""
+    check(model.spec, placement, len(devices))
+    there = _all_sent(model, list(splits(model.spec, model.tensors, placement)), devices, 0, progress)
+    made, store, _ = expert_store.opened(model, s, cpu, threads=threads, on_gpus=there, progress=progress)
+    return _completed(made, model.spec, placement, there, None, devices), store
 
 
 def _completed(

@@ -346,6 +346,12 @@ def _chosen(
         from thermocline.session import gpu_tier
 
         divided = gpu_tier.chosen(pack, needs, options.gpu, options.vram)
+        if divided is not None and options.read_budget is not None and divided[0].placement.from_disk:
+            divided[1].close()
+            raise UsageError(
+                f"--read-budget {options.read_budget:g}: beside a GPU reads of experts are not bounded; "
+                "leave it out, or give --gpu off"
+            )
         if divided is not None:
             return divided
     decision = without_gpu(pack, predictors, needs)

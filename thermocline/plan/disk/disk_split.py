@@ -182,7 +182,7 @@ def beside(c: Contents, placement: Placement, predictor_parts: Sequence[tuple[in
     first = tuple(x.on_gpus for x in layers)
     if not placement.devices:
         return c
-    left = {n: t for n, t in c.tensors.items() if _has_rows_beside(n, c.spec, placement)}
+    left = tensors_beside(c.spec, c.tensors, placement)
     nbytes = c.predictor_bytes
     if predictor_parts:
         here = zip(predictor_parts, layers, first, strict=True)
@@ -194,6 +194,13 @@ def beside(c: Contents, placement: Placement, predictor_parts: Sequence[tuple[in
     return replace(c, tensors=left, predictor_bytes=nbytes, on_gpu=first)
 
 
+def tensors_beside(
+    spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placement
+) -> dict[str, TensorInfo]:
+    """Return the tensors that RAM and disk hold some rows of."""
+    return {n: t for n, t in tensors.items() if _has_rows_beside(n, spec, placement)}
+
+
 def _has_rows_beside(name: str, spec: ModelSpec, placement: Placement) -> bool:
     """Whether RAM or disk hold a part of a tensor."""
     if ".predictor." in name or name.endswith((".activation_count", ".order")):
@@ -202,10 +209,10 @@ def _has_rows_beside(name: str, spec: ModelSpec, placement: Placement) -> bool:
         return not (name == "head.weight" and placement.head != CPU)
     _, layer, part = name.split(".", 2)
     x = placement.layers[int(layer)]
-    if part in ATTENTION:
+    if part in ATTENTION or part in spec.mixer_matrices(int(layer)):
         return x.attention == CPU
     if part in ("gate.weight", "bundle", "up.weight", "down.weight"):
-        return x.on_gpus < spec.ffn_dim
+        return x.rest is not None
     return True
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from thermocline.model.sizes import ModelSizes
 from thermocline.model.tensors import TensorInfo
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
@@ -16,7 +17,7 @@ from thermocline.plan.disk.disk_split import predictors_in_memory
 from thermocline.plan.disk.expert_hits import OwnRouting
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, least_bytes, placed
 from thermocline.plan.memory import chats_for
-from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
+from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction, solved
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
@@ -42,9 +43,71 @@ def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouti
         share=0.0,
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
-        notes=tuple(_notes(p, s)),
+        notes=(*_notes(p, s), _chats_note(p, m)),
         placement=placed(s, p.ask.context, p.ask.context * p.ask.batch),
     )
+
+
+def beside_gpu(p: Problem, smaller: ModelSizes, tensors: Mapping[str, TensorInfo]) -> Plan:
+    """Return the plan of a GPU and a CPU whose memories together are too small.
+
+    The solver says what the GPU has. RAM is divided among the other experts: as without a GPU, for fewer of
+    them. `smaller`: with tables on disk. Raises OutOfBudget with a budget that is enough.
+    """
+    whole, m = p, Mixture(p.spec, tensors, p.routing)
+    p = replace(p, sizes=smaller, staging=m.buffer_bytes)
+    made = solved(p)
+    if not made.placement.from_disk:  # it fits, though greedy steps found no way
+        return solved(whole)
+    if not made.placement.devices:
+        without = replace(p, ask=replace(p.ask, vram_bytes=0), routing=None)
+        alone = expert_plan(without, tensors, p.routing)
+        return replace(alone, notes=(*alone.notes, *(n for n in made.notes if "the GPU is not used" in n)))
+    s = divide(m.beside(made.placement), p.ram, _others_beside(p, made))
+    assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
+    predicted = tuple(_prediction_beside(p, s, made, p.work(share=share)) for share in (0.0, 0.5, 1.0))
+    return replace(
+        made,
+        layers=tuple(_with_slots(x, s.slots.get(i)) for i, x in enumerate(made.layers)),
+        bytes={**made.bytes, "ram": s.parts, "disk": s.left_on_disk},
+        predicted=predicted,
+        buckets=tuple(_prediction_beside(p, s, made, p.work(batch=b)) for b in BUCKETS),
+        objective_us=1e6 / predicted[0].tokens_per_s,
+        greedy_us=None,
+        notes=tuple(dict.fromkeys((*made.notes, *_notes(p, s)))),
+        placement=placed(s, p.ask.context, made.placement.kv_tokens, made.placement),
+    )
+
+
+def _others_beside(p: Problem, made: Plan) -> dict[str, int]:
+    """Part -> bytes of RAM besides weights and slots, where some layers' attention is on a GPU."""
+    on_cpu = [i for i, x in enumerate(made.layers) if x.attention == "ram"]
+    parts = {"keys and values": sum(map(p.kv_layer_bytes, on_cpu))}
+    parts["recurrent states"] = sum(map(p.state_layer_bytes, on_cpu))
+    parts |= {k: n for k, n in p.fixed_ram(disk=False).items() if k != "embedding"}
+    return {k: n for k, n in parts.items() if n}
+
+
+def _with_slots(x: LayerPlan, slots: int | None) -> LayerPlan:
+    """Return what `plan` prints of a layer, with the slots that its experts in RAM have."""
+    if slots is None or not x.expert:
+        return x
+    ram, rest = slots * x.expert, x.ram + x.disk
+    return replace(x, ram=ram, disk=rest - ram)
+
+
+def _prediction_beside(p: Problem, s: ExpertSplit, made: Plan, work: Work) -> Prediction:
+    """Predict a step of a GPU, of a CPU beside it, and of a disk that this one reads experts from."""
+    v, total, none = p.speeds(work), np.zeros(4), np.zeros(1, np.int64)
+    for i, (layer, x) in enumerate(zip(p.layers(work), made.layers, strict=True)):
+        there, no = np.array([x.attention == "gpu"]), np.zeros(1, np.bool_)
+        total += np.concatenate(cost.layer_times(layer, v, work, there, no, np.array([x.gpu]), none, no))
+        if i in s.slots:
+            total[2] += wait_us(p, s, i, work, float(cost.ffn_cpu_us(layer, v, x.gpu)))
+    head = cost.head_columns(p.sizes, v, gpu=True)
+    at = int(made.head == "gpu")
+    total += [head.gpu_us[at], head.cpu_us[at] + cost.TOKEN_US, 0.0, v.sync(p.spec.dim)]
+    return Prediction(work.depth, work.batch, work.batch * 1e6 / float(total.sum()), *total.tolist())
 
 
 def _others(p: Problem) -> dict[str, int]:
@@ -79,12 +142,20 @@ def miss_chances(p: Problem, s: ExpertSplit, layer: int, work: Work) -> F64:
 
     A profile's trace is played; without one each expert is missed on its own account.
     """
-    n = round(p.spec.n_experts * work.routed)
+    n = round(requests(p, s, layer, work))
     if s.mixture.routing is not None:
         counts = np.bincount(s.mixture.routing.missed(layer, s.slots[layer], work.batch), minlength=n + 1)
         return np.asarray(counts / max(1, counts.sum()))
     share = 1 - s.hits(layer)
     return np.array([math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1)])
+
+
+def requests(p: Problem, s: ExpertSplit, layer: int, work: Work) -> float:
+    """Return how many of the experts that RAM and disk hold a step is expected to need."""
+    m = s.mixture
+    if m.routing is not None and m.elsewhere.get(layer):
+        return float(m.routing.needed(layer, work.batch).sum())
+    return work.routed * m.counts[layer]
 
 
 def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -> float:
@@ -93,7 +164,7 @@ def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -
     Some steps miss several and wait, where the mean of all would not. What has come is checked and arranged
     by all threads: beside the disk, but for the last expert, whose pieces come together.
     """
-    disk, n = p.tiers.disk, p.spec.n_experts * work.routed
+    disk, n = p.tiers.disk, max(1.0, requests(p, s, layer, work))
     assert disk is not None
     each = s.mixture.records[layer].bytes / (disk.expert_gbs * 1e3)
     latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
@@ -132,9 +203,10 @@ def _notes(p: Problem, s: ExpertSplit) -> list[str]:
         f"there is room for {s.share:.0%} of the experts; of those that a token goes to {found:.0%} are "
         f"expected in memory, {source}; {nbytes / 1e6:.3g} MB are read"
     )
-    n = chats(p, s.mixture)
-    together = "1 chat has" if n == 1 else f"{n} chats have"
-    notes.append(
-        f"of {MOST_CHATS} chats in `serve`, {together} room for {p.ask.context} tokens each; more wait"
-    )
     return [x for x in notes if x]
+
+
+def _chats_note(p: Problem, m: Mixture) -> str:
+    n = chats(p, m)
+    together = "1 chat has" if n == 1 else f"{n} chats have"
+    return f"of {MOST_CHATS} chats in `serve`, {together} room for {p.ask.context} tokens each; more wait"

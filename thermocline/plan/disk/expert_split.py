@@ -6,7 +6,7 @@ All that every token needs is resident. `run` and `plan` ask the same functions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,13 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
 from thermocline.ops.interface import CPU
 from thermocline.plan.disk.cache_split import OPERATION_BYTES
-from thermocline.plan.disk.disk_split import looked_up, resident, resident_parts, tables_left
+from thermocline.plan.disk.disk_split import (
+    looked_up,
+    resident,
+    resident_parts,
+    tables_left,
+    tensors_beside,
+)
 from thermocline.plan.disk.expert_hits import WAVES, OwnRouting, published
 from thermocline.plan.memory import gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
@@ -78,12 +84,29 @@ class Mixture:
     spec: ModelSpec
     tensors: Mapping[str, TensorInfo]
     routing: OwnRouting | None = field(default=None, compare=False)  # by its profile, where it has one
+    elsewhere: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by layer, experts on a GPU
+
+    def beside(self, placement: Placement) -> Mixture:
+        """Return what RAM and disk hold beside a GPU."""
+        there = {i: x.whole for i, x in enumerate(placement.layers) if x.whole}
+        routing = None if self.routing is None else self.routing.without(there)
+        return Mixture(self.spec, tensors_beside(self.spec, self.tensors, placement), routing, there)
+
+    def here(self, layer: int) -> list[int]:
+        """Return the experts of a layer that RAM and disk hold."""
+        there = self.elsewhere.get(layer, ())
+        return [e for e in range(self.spec.n_experts) if e not in there]
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """How many those are, by layer that has some."""
+        layers = (i for i in range(self.spec.n_layers) if self.spec.ffn(i).experts > 1)
+        return {i: n for i in layers if (n := len(self.here(i)))}
 
     @cached_property
     def records(self) -> dict[int, Record]:
         """By layer, where it has experts."""
-        layers = (i for i in range(self.spec.n_layers) if self.spec.ffn(i).experts > 1)
-        return {i: Record.of(self.tensors, i) for i in layers}
+        return {i: Record.of(self.tensors, i) for i in self.counts}
 
     @cached_property
     def resident(self) -> list[str]:
@@ -126,9 +149,17 @@ class Mixture:
         return ARRANGED_ROWS * max(self._rows)
 
     @property
+    def buffer_bytes(self) -> int:
+        """Return what reads take, and what they pass through."""
+        passing = sum(self.passing * stride + ALIGN for stride in self.strides)
+        each, slab = _native.limits().record_table_bytes, RUN_TABLE_BYTES
+        tables = sum(self.counts[i] * (each + slab * len(r.slabs)) for i, r in self.records.items())
+        return self.depth * self.piece_bytes + passing + self.arranging_bytes + tables
+
+    @property
     def bytes(self) -> int:
         """Return the bytes of all experts."""
-        return self.spec.n_experts * sum(r.bytes for r in self.records.values())
+        return sum(self.counts[i] * r.bytes for i, r in self.records.items())
 
 
 @dataclass(frozen=True)
@@ -145,8 +176,9 @@ class ExpertSplit:
 
     @property
     def share(self) -> float:
-        """Return the share of all experts that have a slot."""
-        return sum(self.slots.values()) / (self.mixture.spec.n_experts * len(self.slots))
+        """Return the share of all experts that have a slot, or are on a GPU."""
+        there = sum(map(len, self.mixture.elsewhere.values()))
+        return (sum(self.slots.values()) + there) / (sum(self.mixture.counts.values()) + there)
 
     @property
     def left_on_disk(self) -> dict[str, int]:
@@ -158,7 +190,7 @@ class ExpertSplit:
     def hits(self, layer: int) -> float:
         """Return the share of requests for a layer's experts that are expected to find them in memory."""
         m, n = self.mixture, self.slots[layer]
-        return published(m.spec, n) if m.routing is None else m.routing.found(layer, n)
+        return published(m.spec, n, m.counts[layer]) if m.routing is None else m.routing.found(layer, n)
 
 
 # ---- dividing
@@ -194,16 +226,22 @@ def _even(m: Mixture, room: int) -> dict[int, int] | None:
 
     Like layers miss alike, so the next slot saves most where there are fewest.
     """
-    each = sum(map(_slot_bytes, m.records.values()))
-    even = min(m.spec.n_experts, room // each)
-    if even < LEAST:
+    if room < LEAST * sum(map(_slot_bytes, m.records.values())):
         return None
-    slots = dict.fromkeys(m.records, even)
-    room -= even * each
-    for i, r in m.records.items() if even < m.spec.n_experts else ():  # what is left, one by one
-        if _slot_bytes(r) <= room:
+    slots = dict.fromkeys(m.records, 0)
+    # Layers with fewer experts, the others being on a GPU, have all of theirs first.
+    while lack := [i for i, n in m.counts.items() if slots[i] < n]:
+        each = sum(_slot_bytes(m.records[i]) for i in lack)
+        more = min(room // each, min(m.counts[i] - slots[i] for i in lack))
+        if not more:
+            break
+        for i in lack:
+            slots[i] += more
+        room -= more * each
+    for i in lack:  # what is left, one by one
+        if (nbytes := _slot_bytes(m.records[i])) <= room:
             slots[i] += 1
-            room -= _slot_bytes(r)
+            room -= nbytes
     return slots
 
 
@@ -218,7 +256,7 @@ def _by_value(m: Mixture, routing: OwnRouting, room: int) -> dict[int, int] | No
         return None
     value, number, owner = [], [], []
     for i, r in m.records.items():
-        saved = np.diff(routing.curve(i))[LEAST:] * routing.active
+        saved = np.diff(routing.curve(i))[LEAST:] * routing.requests(i)
         saved *= 1 - EVEN * np.arange(len(saved)) / len(saved)
         value.append(saved * (r.bytes + OPERATION_BYTES) / _slot_bytes(r))
         number.append(np.arange(len(saved)))
@@ -237,29 +275,32 @@ def _slot_bytes(r: Record) -> int:
 def _fixed(m: Mixture, others: Mapping[str, int]) -> dict[str, int]:
     """Part -> bytes of all but the slots that layers keep."""
     parts = resident_parts(others, m.spec, m.tensors, m.resident)
-    passing = sum(m.passing * stride + ALIGN for stride in m.strides)
-    tables = _native.limits().record_table_bytes * len(m.records)
-    tables += RUN_TABLE_BYTES * sum(len(r.slabs) for r in m.records.values())
-    buffers = m.depth * m.piece_bytes + passing + m.arranging_bytes + m.spec.n_experts * tables
-    parts["disk buffers"] = parts.get("disk buffers", 0) + buffers
+    parts["disk buffers"] = parts.get("disk buffers", 0) + m.buffer_bytes
     return parts
 
 
 # ---- as a placement
 
 
-def placed(s: ExpertSplit, context: int, kv_tokens: int) -> Placement:
-    """Place a mixture with the slots that its experts have in RAM."""
-    spec = s.mixture.spec
+def placed(s: ExpertSplit, context: int, kv_tokens: int, beside_gpu: Placement | None = None) -> Placement:
+    """Place a mixture with the slots that its experts have in RAM. `beside_gpu`: what a GPU has of it."""
+    spec, tables = s.mixture.spec, tuple(looked_up(s.mixture.spec, s.mixture.tensors))
+    if beside_gpu is not None:
+        layers = tuple(_with_slots(x, s.slots.get(i)) for i, x in enumerate(beside_gpu.layers))
+        taken = {**beside_gpu.bytes, CPU: s.parts, DISK: s.left_on_disk}
+        return Placement(layers, beside_gpu.head, context, kv_tokens, taken, tables)
     layers = tuple(
         LayerPlacement(CPU, None, (NeuronRange(CPU, spec.ffn(i).width, experts=s.slots.get(i)),))
         for i in range(spec.n_layers)
     )
-    tables = tuple(looked_up(spec, s.mixture.tensors))
     return Placement(layers, CPU, context, kv_tokens, {CPU: s.parts, DISK: s.left_on_disk}, tables)
+
+
+def _with_slots(x: LayerPlacement, slots: int | None) -> LayerPlacement:
+    return replace(x, ranges=tuple(replace(r, experts=slots) if r.device == CPU else r for r in x.ranges))
 
 
 def split_of(m: Mixture, placement: Placement) -> ExpertSplit:
     """Return the slots that a placement gives to experts."""
-    held = (x.ranges[0].experts for x in placement.layers)
+    held = (None if x.rest is None else x.rest.experts for x in placement.layers)
     return ExpertSplit(dict(placement.bytes[CPU]), {i: n for i, n in enumerate(held) if n is not None}, m)
