@@ -7,25 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import placements
 import pytest
 from gpu_cases import Kernels, normal, whole
+from test_experts_on_disk import packed
 from test_gpu import gpu_ops, logits, placed, stand_in
 from test_gpu_kernels import FORMATS, SOME, TABLES, kernels
 from test_gpu_moe import mixture_of, random_mixture, with_shared
 from test_moe_disk import EXPERTS
 from test_options import SPEC, TOKENS, natively, nmse
 
+from thermocline.engine.kv_cache import BLOCK
 from thermocline.model import activations
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec, Router
-from thermocline.ops import interface, reference
+from thermocline.ops import device_sizes, interface, reference, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
+from thermocline.ops.device_sizes import StepLimits
+from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Weights
-from thermocline.plan.placement import NeuronRange, Placement
+from thermocline.pack.stored_model import StoredModel
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
+from thermocline.session import gpu_weights
 
 pytestmark = pytest.mark.oracle
 
@@ -223,3 +231,47 @@ def test_a_step_that_needs_none_of_the_cpus_experts(stand_in: StandIn) -> None:
     for tokens in (1, TOKENS):
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, tokens)
         assert nmse(y, truth) < 1e-6
+
+
+# ---- packs
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_prompts_experts_are_sent_and_computed_as_on_the_device(
+    family: str, tmp_path: Path, stand_in: StandIn
+) -> None:
+    """Of a step of 7 tokens on; shorter ones are the CPU's. With no expert there, some, or all but one."""
+    model = packed(family, tmp_path)
+    spec, n, places = model.spec, model.spec.n_experts, partial(split, model)
+    ops, counted = gpu_ops(stand_in, spec), FFNStats()
+    every = gpu_weights.load(model, places(n), (stand_in,), ops.cpu)
+    truth = logits(spec, every, ops, places(n), 20, stats=counted)
+    for count in (0, 1, n - 1):
+        limits = StepLimits(TOKENS, TOKENS, spec.max_context, BLOCK)
+        sender, stats = GpuOps((stand_in,), torch_kernels, CpuOps(2), spec, limits, send_from=7), FFNStats()
+        made = gpu_weights.load(model, places(count), (stand_in,), sender.cpu)
+        y = logits(spec, made, sender, places(count), 20, stats=stats)
+        assert nmse(y, truth) < 1e-9 and stats == counted, count
+        few = logits(spec, made, sender, places(count), 5)
+        assert nmse(few, truth) > 1e-9, "the CPU rounds activations to int8"
+
+
+def test_an_expert_that_no_buffer_has_room_for_is_the_cpus(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sizes, "EXPERT_BYTES", 1 << 10)
+    model = packed("qwen3_moe", tmp_path)
+    made = gpu_weights.load(model, split(model, 1), (stand_in,), gpu_ops(stand_in, model.spec).cpu)
+    assert all(p.pinned is None for x in made.layers for f in x.experts for p in f.parts)
+
+
+def split(model: StoredModel, count: int) -> Placement:
+    """So many experts of each layer on the device, which has all dense layers."""
+    spec = model.spec
+
+    def layer(i: int) -> LayerPlacement:
+        if spec.ffn(i).experts < 2:
+            return placements.layer(spec, True, False, placements.ALL, index=i)
+        return placements.experts(spec, True, count, i, index=i)
+
+    return Placement(tuple(map(layer, range(spec.n_layers))), "gpu:0")

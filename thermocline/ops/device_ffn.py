@@ -16,7 +16,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.device import Device
 from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart, DeviceShared
-from thermocline.ops.device_rows import Kernels, Scratch, Vector
+from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
 Pair = tuple[Tensor, Tensor]  # on the device and, where it has a twin, in RAM
@@ -114,17 +114,24 @@ class PartQueue:
 
     def _experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
         """y (+)= whole experts: of few tokens those that some token goes to, of more one after the other."""
-        n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
-        few = n <= device_sizes.FEW
+        few = len(normed) <= device_sizes.FEW
         each = [(p, weights)] if few else [(p.expert(e), weights[:, e : e + 1]) for e in range(p.experts)]
         for i, (one, shares) in enumerate(each):
-            h = self._hidden[0][: n * one.neurons].view(n, one.neurons)
-            what = (one.gate.weight, one.gate.bias, one.up, normed, a.kind, a.bound, a.up_relu, None, shares)
-            more = (self.counts[0], self.scratch, one.up_bias, a.alpha, p.scales_input)
-            run(k.gate_up, h, *what, *more)
-            run(k.down_experts, y, one.down, h, shares, add or i > 0)
+            h = self._activations(one, normed, shares)
+            self.device.run(self.kernels.down_experts, y, one.down, h, shares, add or i > 0)
+        self._answers(p, weights, y)
+
+    def _activations(self, p: DevicePart, normed: Tensor, shares: Tensor) -> Tensor:
+        n, a = len(normed), p.activation
+        h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
+        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu, None, shares)
+        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input)
+        self.device.run(self.kernels.gate_up, h, *what, *more)
+        return h
+
+    def _answers(self, p: DevicePart, weights: Tensor, y: Tensor) -> None:
         if p.answers is not None:
-            run(k.matmul, y, p.answers, weights, None, True, self.scratch)
+            self.device.run(self.kernels.matmul, y, p.answers, weights, None, True, self.scratch)
 
     # ---- neurons that lie in RAM
 
@@ -133,35 +140,52 @@ class PartQueue:
 
         A piece comes while the one before it is computed.
         """
-        pieces = [(e, piece) for e, p in enumerate(pinned) for piece in self._cut(p)]
-        self._come(pieces[0][1], 0)
-        for i, (e, piece) in enumerate(pieces):
-            self.device.join()
-            if i + 1 < len(pieces):  # to where the piece before this one was: it has been computed by then
-                self._come(pieces[i + 1][1], i + 1)
-            here = self._arrived(piece, i)
-            self._bundles(here, normed, None, None if weights is None else weights[:, e : e + 1], y, True)
+        if pinned[0].whole:
+            assert weights is not None, "there is a router"
+            self._send_experts(pinned[0], normed, weights, y)
+        else:
+            pieces = [(e, piece) for e, p in enumerate(pinned) for piece in self._cut(p)]
+            sent = self._sent([(piece.gate.weight, piece.down) for _, piece in pieces])
+            for (e, piece), (gates, bundles) in zip(pieces, sent, strict=True):
+                up = None if piece.up is None else replace(piece.up, data=bundles.data)
+                here = replace(piece, gate=replace(piece.gate, weight=gates), up=up, down=bundles)
+                self._bundles(here, normed, None, None if weights is None else weights[:, e : e + 1], y, True)
         return sum((2 if p.up is not None else 1) * p.neurons for p in pinned)
 
-    def _room(self, p: DevicePart, i: int) -> tuple[Tensor, Tensor]:
-        """Return where the gate rows and the bundles of piece i go."""
-        buffer, gate = self._pieces[i % 2], p.gate.weight
-        gates, both = gate.rows * gate.stride, gate.rows * (gate.stride + p.down.stride)
-        return buffer[:gates].view(gate.rows, -1), buffer[gates:both].view(gate.rows, -1)
+    def _send_experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor) -> None:
+        """y += whole experts in RAM, each in two pieces: its gate and up rows, then its down rows."""
+        each = [p.expert(e) for e in range(p.experts)]
+        ups = ((x.gate.weight,) if x.up is None else (x.gate.weight, x.up) for x in each)
+        sent = self._sent([rows for x, up in zip(each, ups, strict=True) for rows in (up, (x.down,))])
+        for e, one in enumerate(each):
+            gate, *up = next(sent)
+            here = replace(one, gate=replace(one.gate, weight=gate), up=up[0] if up else None)
+            h = self._activations(here, normed, weights[:, e : e + 1])
+            (down,) = next(sent)
+            self.device.run(self.kernels.down_experts, y, down, h, weights[:, e : e + 1], True)
+        self._answers(p, weights, y)
 
-    def _come(self, p: DevicePart, i: int) -> None:
+    def _sent(self, pieces: Sequence[Sequence[DeviceRows]]) -> Iterator[list[DeviceRows]]:
+        """Yield pieces of what lies in RAM, as they lie here; each comes while the one before is computed."""
+        self._come(pieces[0], 0)
+        for i, piece in enumerate(pieces):
+            self.device.join()
+            if i + 1 < len(pieces):  # to where the piece before this one was: it has been computed by then
+                self._come(pieces[i + 1], i + 1)
+            rooms = self._room(piece, i)
+            yield [replace(rows, data=room) for rows, room in zip(piece, rooms, strict=True)]
+
+    def _room(self, piece: Sequence[DeviceRows], i: int) -> Iterator[Tensor]:
+        """Yield where the rows of piece i go."""
+        buffer, at = self._pieces[i % 2], 0
+        for rows in piece:
+            yield buffer[at : at + rows.rows * rows.stride].view(rows.rows, -1)
+            at += rows.rows * rows.stride
+
+    def _come(self, piece: Sequence[DeviceRows], i: int) -> None:
         with self.device.beside():
-            for to, source in zip(self._room(p, i), (p.gate.weight, p.down), strict=True):
+            for to, source in zip(self._room(piece, i), piece, strict=True):
                 self.device.copy(to, source.data)
-
-    def _arrived(self, p: DevicePart, i: int) -> DevicePart:
-        gates, bundles = self._room(p, i)
-        return replace(
-            p,
-            gate=replace(p.gate, weight=replace(p.gate.weight, data=gates)),
-            up=None if p.up is None else replace(p.up, data=bundles),
-            down=replace(p.down, data=bundles),
-        )
 
     def _cut(self, p: DevicePart) -> Iterator[DevicePart]:
         """Cut a part into pieces that a buffer has room for."""

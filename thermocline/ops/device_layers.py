@@ -18,6 +18,7 @@ from thermocline.ops.device_rows import DeviceRows, Vector, joined
 from thermocline.ops.interface import (
     CPU,
     F32,
+    FFN,
     DeltaNet,
     FFNPart,
     Heads,
@@ -358,19 +359,20 @@ class Binder:
         if alone and not there:
             return self._cpu.bind_ffn(spec, layer)
         whole = [i for i, x in enumerate(layer.experts) if mixture and not f.bundles and x.on(CPU) is None]
+        each = [(layer.experts[i], layer.experts[i].part) for i in whole]
         parts = (
-            (self._whole(spec, layer, whole),) if whole else tuple(self._part(spec, layer, i) for i in there)
+            (self._whole(spec, layer, each),) if whole else tuple(self._part(spec, layer, i) for i in there)
         )
         in_ram = [(x, p) for x in layer.experts if (p := x.on(CPU)) is not None]
-        pinned = [replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias))
-                  for _, p in in_ram if p.pinned is not None]  # fmt: skip
+        pinned = [(x, replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias), up_bias=p.up_bias))
+                  for x, p in in_ram if p.pinned is not None]  # fmt: skip
         return DeviceFFN(
             norm=self._norm(layer.ffn_norm),
             route=self._route(spec, layer),
             shared=self._shared(spec, layer),
             parts=parts,
             cold=self._cold(spec, layer) if in_ram else None,
-            pinned=tuple(self._part_of(spec, layer, [p], 0, 0) for p in pinned),
+            pinned=self._pinned(spec, layer, pinned),
             down_bias=None if mixture else self.vector(f.down_bias),
             join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
             predictor=f.predictor,
@@ -420,15 +422,22 @@ class Binder:
             sub_norm=self._norm(layer.ffn_sub_norm, gpu),
         )
 
-    def _whole(self, spec: ModelSpec, layer: Layer, which: Sequence[int]) -> DevicePart:
-        """Return these experts, which lie on the first GPU side by side."""
-        each = [layer.experts[i] for i in which]
-        made = self._part_of(spec, replace(layer, ffn_sub_norm=None), [x.part for x in each], 0, 0)
-        answers = [x.down_bias for x in each if x.down_bias is not None]
+    def _pinned(
+        self, spec: ModelSpec, layer: Layer, each: Sequence[tuple[FFN, FFNPart]]
+    ) -> tuple[DevicePart, ...]:
+        """Return what can be sent: whole experts as one part."""
+        if layer.router is None or layer.experts[0].bundles:
+            return tuple(self._part_of(spec, layer, [p], 0, 0) for _, p in each)
+        return (self._whole(spec, layer, each),) if each else ()
+
+    def _whole(self, spec: ModelSpec, layer: Layer, each: Sequence[tuple[FFN, FFNPart]]) -> DevicePart:
+        """Return these experts, which lie side by side."""
+        made = self._part_of(spec, replace(layer, ffn_sub_norm=None), [p for _, p in each], 0, 0)
+        answers = [x.down_bias for x, _ in each if x.down_bias is not None]
         return replace(
             made,
             whole=True,
-            up_bias=self.vector(*(x.part.up_bias for x in each)),
+            up_bias=self.vector(*(p.up_bias for _, p in each)),
             answers=self.vectors.columns(answers) if answers else None,
             scales_input=spec.router.scales_input,
         )

@@ -13,6 +13,7 @@ SPAN = 128  # positions, or neurons, that one program adds up before sums are jo
 MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
 PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
+EXPERT_BYTES = 64 << 20  # likewise of whole experts: gate and up of one, or its down
 BYTES = {"f32": 4, "i32": 4, "u8": 1}
 
 
@@ -126,11 +127,18 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
             head_dim = (spec.full_head_dim if window is None else 0) or spec.head_dim
             turned = Buffer((s.tokens, (spec.rotary_dim or head_dim) // 2))
             made |= {f"{name} {window}": turned for name in ("cos", "sin")}
-    if spec.sparse:
-        whole = 3 * 4 * spec.dim * spec.ffn_dim  # of an expert's neurons, at most
-        made |= {f"piece {i}": Buffer((min(PIECE_BYTES, whole),), "u8", here=False) for i in range(2)}
+    if size := piece_bytes(spec):
+        made |= {f"piece {i}": Buffer((size,), "u8", here=False) for i in range(2)}
     made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=False)
     return made
+
+
+def piece_bytes(spec: ModelSpec) -> int:
+    """Return the bytes that are on their way to the device at a time; 0: nothing is sent for prompts."""
+    whole = 3 * 4 * spec.dim * spec.ffn_dim  # of an expert's neurons, at most
+    if spec.sparse:
+        return min(PIECE_BYTES, whole)
+    return min(EXPERT_BYTES, whole) if spec.n_experts > 1 else 0
 
 
 def _attention(spec: ModelSpec) -> dict[str, int]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import bundle_parts
+from thermocline.ops import device_sizes
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
@@ -290,13 +291,19 @@ def _rows(data: torch.Tensor, name: str, t: TensorInfo, spec: ModelSpec) -> Devi
 def _with_pinned(
     made: Weights, spec: ModelSpec, kept: Mapping[str, TensorInfo], arena: _native.Arena, device: Device
 ) -> Weights:
-    """Let layers that are divided send their other neurons to the first GPU, too: for prompts."""
+    """Let layers that are divided send their other neurons to the first GPU, too: for prompts.
+
+    So do mixtures whose router is there with experts that it has not.
+    """
 
     def divided(layer: Layer) -> bool:
         f = next(iter(layer.experts), None)
         return f is not None and len(f.parts) > 1 and f.on(CPU) is not None
 
-    if not any(map(divided, made.layers)):
+    def sent(i: int, layer: Layer) -> bool:
+        return FIRST_GPU in layer.router_copies and _fits_pieces(i, kept, device_sizes.piece_bytes(spec))
+
+    if not any(divided(x) or sent(i, x) for i, x in enumerate(made.layers)):
         return made
     device.register(arena.address, arena.nbytes)
     here = _bytes_at(arena)
@@ -314,11 +321,41 @@ def _with_pinned(
             again = FFNPart(Linear(gate, None), *weights.records(bundle))
             yield f.with_part(replace(part, pinned=again))
 
-    layers = (
-        replace(x, experts=tuple(pinned(i, x.experts))) if divided(x) else x
-        for i, x in enumerate(made.layers)
-    )
-    return replace(made, layers=tuple(layers))
+    def layer(i: int, x: Layer) -> Layer:
+        if divided(x):
+            return replace(x, experts=tuple(pinned(i, x.experts)))
+        if not sent(i, x):
+            return x
+        slabs = [rows(name) for name in _slabs(i, kept)]
+        return replace(x, experts=tuple(_whole_pinned(x.experts, slabs)))
+
+    return replace(made, layers=tuple(layer(i, x) for i, x in enumerate(made.layers)))
+
+
+def _slabs(layer: int, kept: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the tensors of a layer's experts in RAM: gate, up if there is one, down."""
+    return [n for n in (f"layers.{layer}.{part}" for part in SLABS) if n in kept]
+
+
+def _fits_pieces(layer: int, kept: Mapping[str, TensorInfo], room: int) -> bool:
+    """Return whether gate and up of an expert in RAM fit in a buffer together, and down in the next."""
+    if f"layers.{layer}.down.weight" not in kept:
+        return False  # all are on the GPU, or in bundles
+    each = [kept[n].bytes // kept[n].shape[0] for n in _slabs(layer, kept)]
+    return max(sum(each[:-1]), each[-1]) <= room
+
+
+def _whole_pinned(experts: Sequence[FFN], slabs: Sequence[DeviceRows]) -> Iterator[FFN]:
+    """Yield a layer's experts, those in RAM with their rows there as a GPU reads them."""
+    n, at = sum(f.on(CPU) is not None for f in experts), 0
+    for f in experts:
+        if (part := f.on(CPU)) is None:
+            yield f
+            continue
+        gate, *up, down = (x.part(at, n) for x in slabs)
+        again = FFNPart(Linear(gate, None), up[0] if up else None, down)
+        yield f.with_part(replace(part, pinned=again))
+        at += 1
 
 
 def _bytes_at(arena: _native.Arena) -> torch.Tensor:
