@@ -24,8 +24,8 @@ from thermocline.engine.decoder import ffn_input
 from thermocline.offline.activity import Passages
 from thermocline.offline.bench import random_tokens, text_tokens
 from thermocline.offline.cache_policies import POLICIES
-from thermocline.offline.fit_svd import svd
-from thermocline.offline.train import gate_rows
+from thermocline.offline.training.fit_svd import svd
+from thermocline.offline.training.fits import gate_rows
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import F32, FFNStats, opaque
 from thermocline.pack.pack import Pack
