@@ -304,7 +304,7 @@ bool ExpertReads::take(size_t* task, size_t* begin, size_t* end, int thread) {
             if (t.next >= t.rows) ready_.pop_front();
             if (*begin < *end) return true;
         }
-        if (!waiting_) return false;
+        if (!waiting_ || failed()) return false;  // a read that was just taken: nobody would wake this thread
         wait(held, thread);
     }
     return false;

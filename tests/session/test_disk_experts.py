@@ -608,7 +608,7 @@ def run():
         found.append(disk.run(h))
     return found
 each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
-for how in (b"short", b"interrupted", b"busy", *each):
+for how in (b"short", b"interrupted", b"busy", *each, b"eio_from 1", b"eio_from 100"):
     bad(how)
     try:
         assert run() == wanted, how
@@ -630,7 +630,10 @@ print(errors)
 def test_whichever_read_fails_there_are_the_same_bits_or_an_error(
     tmp_path: Path, method: str, step: int
 ) -> None:
-    """Every `step`th read of some calls, in a process of its own; afterwards all is well again."""
+    """Every `step`th read of some calls, in a process of its own; afterwards all is well again.
+
+    A thread that took the last reads of a call, of which one failed, once slept for others that never came.
+    """
     code = FAULTS.replace("STEP", str(step))
     run = subprocess.run(
         [sys.executable, "-P", "-c", code, os.pathsep.join(sys.path), str(tmp_path), method],
