@@ -24,6 +24,7 @@ static void check_shape(const tc::Mixer& m) {
     const size_t most = size_t(1) << 20;
     check(m.width >= 1 && m.width <= tc::kMostConvolved && m.channels >= 1 && m.channels <= most,
           "a convolution of no size");
+    check(m.rows >= 1 && m.rows <= most && m.cols >= 1 && m.cols <= most, "a state of no size");
     const size_t inner = m.inner();
     check(m.in.rows() == m.in_rows() && m.out.weight.cols == inner && m.out.weight.rows == m.in.cols(),
           "a mixer's projections do not fit");
@@ -31,8 +32,7 @@ static void check_shape(const tc::Mixer& m) {
         check(m.heads == 0, "a short convolution has no heads");
         return;
     }
-    check(m.heads >= 1 && m.heads <= most && m.groups >= 1 && m.heads % m.groups == 0 && m.rows >= 1 &&
-              m.rows <= most && m.cols >= 1 && m.cols <= most,
+    check(m.heads >= 1 && m.heads <= most && m.groups >= 1 && m.heads % m.groups == 0,
           "a mixer's heads do not divide");
     const size_t keys = 2 * m.groups * m.rows;
     check(m.channels == keys + inner, "a convolution of other channels");
@@ -45,8 +45,6 @@ static Mixer make_mixer(int kind, const Norm* norm, const Stack& in, const Linea
     check(kind >= 0 && kind < tc::Mixer::N_KINDS, "unknown kind of mixer");
     const size_t dim = in.stack.cols();
     auto data = [](const std::optional<F1>& v) { return v ? v->data() : nullptr; };
-    // q times rows^-1/2 of the scores, both over their length: as an RMS norm, whose mean is a sum over rows.
-    std::vector<float> q(rows, 1.0f / float(rows)), k(rows, 1.0f / sqrtf(float(rows)));
     tc::Mixer m = {};
     m.kind = tc::Mixer::Kind(kind), m.norm = norm_of(norm, dim), m.in = in.stack, m.out = out.linear;
     m.join = join_of(join, dim), m.width = conv.shape(0), m.channels = conv.shape(1), m.conv = conv.data();
@@ -54,8 +52,10 @@ static Mixer make_mixer(int kind, const Norm* norm, const Stack& in, const Linea
     m.heads = heads, m.groups = groups, m.rows = rows, m.cols = cols, m.tiled = tiled;
     m.decay = data(decay), m.step_bias = data(step_bias), m.skip = data(skip);
     m.gated_norm = data(gated_norm), m.norm_eps = norm_eps;
-    m.q_weight = q.data(), m.k_weight = k.data();
     check_shape(m), check_vectors(m, {decay, step_bias, skip, gated_norm});
+    // q times rows^-1/2 of the scores, both over their length: as an RMS norm, whose mean is a sum over rows.
+    std::vector<float> q(rows, 1.0f / float(rows)), k(rows, 1.0f / sqrtf(float(rows)));
+    m.q_weight = q.data(), m.k_weight = k.data();
     return {m,     held(norm), in,   out,        join,         conv,        conv_bias,
             decay, step_bias,  skip, gated_norm, std::move(q), std::move(k)};
 }

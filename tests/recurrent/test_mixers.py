@@ -265,6 +265,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "with groups that do not divide": ("deltanet", {"groups": 3}),
     "with no groups": ("mamba2", {"groups": 0}),
     "with no rows": ("mamba2", {"rows": 0}),
+    "with more rows than memory": ("deltanet", {"rows": 1 << 60}),
+    "with more rows than memory in a convolution": ("conv", {"rows": 1 << 60}),
     "with more columns": ("deltanet", {"cols": 8}),
     "with other channels": ("deltanet", {"conv": normal(3, 4, 25)}),
     "with no convolution": ("conv", {"conv": normal(3, 0, 8)}),
