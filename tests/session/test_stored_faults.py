@@ -174,7 +174,7 @@ for how in (b"eio_from 1", *(b"eio %d" % n for n in range(1, reads, reads // tri
         try:
             got = outcomes(session)
         except IOFailure as e:
-            assert "nput/output error" in str(e) and str(stored.path) in str(e), (how, e)
+            assert "nput/output error" in str(e) and str(e).count(str(stored.path)) == 1, (how, e)
             print(how.decode())
             continue
     for g, w in zip(got, want, strict=True):

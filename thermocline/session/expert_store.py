@@ -156,7 +156,7 @@ def _experts(
         rows = [_rows(model, r, e) for e in here]
         runs = [[resident.row_run(made, x.tensor, f, x.at) for x, f in each] for each in rows]
         of = ", of the experts beside the GPU" if i in s.mixture.elsewhere else ""  # which errors count
-        names = [f"{model.path}: {slab.tensor}{of}" for slab, _ in rows[0]]
+        names = [f"{slab.tensor}{of}" for slab, _ in rows[0]]
         planar = all(f.planar for _, f in rows[0])
         found[i] = _native.DiskExperts(
             pools[r.stride], files, runs, s.slots[i], names, planar=planar, disable=switches,
