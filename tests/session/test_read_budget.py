@@ -391,7 +391,8 @@ def test_eval_measures_how_far_off_answers_are(
     asked = ["eval", "-m", path, "-f", text, "-c", "32", "--chunks", "2", "-t", "2", "--json", "-q"]
     exact = json.loads(thermocline(*asked).out)
     assert exact["read_budget_mb"] is None
-    monkeypatch.setattr(hardware, "available_bytes", lambda: int(ram(path) * GIB) + (1 << 20))
+    free = int(ram(path) * GIB) + (1 << 20) + 2 * evaluate.reader_bytes(Pack.open(path).spec, 32)
+    monkeypatch.setattr(hardware, "available_bytes", lambda: free)
     found = [json.loads(thermocline(*asked, "--read-budget", mb).out) for mb in ("0", "0.2", "1000")]
     kld = [f["against"]["kld"]["value"] for f in found]
     left = [f["disk_left_out_per_token"] for f in found]
@@ -401,6 +402,19 @@ def test_eval_measures_how_far_off_answers_are(
     assert found[2]["perplexity"]["value"] == exact["perplexity"]["value"]
     said = thermocline(*asked[:-2], "--read-budget", "0.2", "-q").out
     assert "0.2 MB a token; " in said and "experts a token left out" in said and "mean KLD" in said
+
+
+def test_eval_names_a_budget_that_is_enough_for_both_readers(
+    path: Path, tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they score with is counted: it was not, and 13 MiB more were taken than allowed."""
+    monkeypatch.setattr(evaluate, "LOGITS", 1 << 16)
+    (text := tmp_path / "text").write_text(TEXT)
+    asked = ["eval", "-m", path, "-f", text, "-c", "32", "--chunks", "1", "-t", "2", "--read-budget", "0"]
+    refused = thermocline(*asked, "--ram", "0.001")
+    assert refused.code != 0 and "the command's own" in refused.err
+    least = refused.err.split("use --ram ")[1].split(",")[0]
+    assert thermocline(*asked, "--ram", least, "--json", "-q").code == 0
 
 
 def test_eval_refuses_what_would_measure_nothing(path: Path, tmp_path: Path, thermocline: Run) -> None:

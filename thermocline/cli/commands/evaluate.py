@@ -94,10 +94,12 @@ def evaluate(o: EvalOptions) -> int:
         sides = _sides(o, progress)
         texts = _texts(o, sides)
         left_out = None
+        sessions = _sessions(o, sides, threads, stack, progress)
         if o.read_budget is None:
-            readers = _readers(_sessions(o, sides, threads, stack, progress), sides, o.ctx)
+            readers = _readers(sessions, sides, o.ctx)
         else:
-            readers, left_out = _bounded_readers(o, sides, threads, o.read_budget, progress)
+            (session,) = sessions.values()  # of both sides
+            readers, left_out = _bounded_readers(session, sides, o.ctx, o.read_budget)
         begin = time.perf_counter()
         bar = partial(progress.at, "evaluating", unit=" windows")
         about, windows, interrupted = _measured(readers, texts, bar)
@@ -210,12 +212,13 @@ def _sessions(
         options = EngineOptions(
             sparsity="predict" if any(side.sparsity == "predict" for side in mine) else "exact",
             context=o.ctx,
-            max_batch=1,
+            max_batch=len(mine),  # each has states of its own
             kv_tokens=LENDS_WEIGHTS,
             cache_type_k=mine[0].types.k,
             cache_type_v=mine[0].types.v,
             threads=threads,
             ram=o.ram,
+            read_budget=o.read_budget,
         )
         asked[pack.path] = SideModel(pack, options, beside)
     opened = open_sessions([*asked.values()], stack, progress.at)
@@ -238,7 +241,7 @@ def _readers(sessions: dict[Path, Session], sides: Sequence[Side], context: int)
 
 
 def _bounded_readers(
-    o: EvalOptions, sides: Sequence[Side], threads: int, read_budget: float, progress: ProgressBar
+    session: Session, sides: Sequence[Side], context: int, read_budget: float
 ) -> tuple[list[Reader], Callable[[], int]]:
     """Return a reader that leaves out experts, and one of the same session that reads all of them.
 
@@ -247,21 +250,8 @@ def _bounded_readers(
     """
     from thermocline.engine.decoder import bind, for_context
     from thermocline.offline import evaluate
-    from thermocline.session.options import EngineOptions
-    from thermocline.session.session import Session, budget_for
 
-    (own, base), context = sides, o.ctx
-    free, _ = budget_for(o.ram)
-    options = EngineOptions(
-        sparsity=own.sparsity,
-        threads=threads,
-        context=context,
-        max_batch=2,  # states and, in f16, keys and values of both
-        kv_tokens=2 * context,
-        ram=None if free is None else (free - 2 * 4 * evaluate.LOGITS) / 2**30,
-        read_budget=read_budget,
-    )
-    session = Session.open(own.pack, options, progress=progress.at)
+    own, base = sides
     if not session.from_disk:
         raise UsageError(
             f"--read-budget {read_budget:g}: all weights are in memory, so nothing is left out and there is "
@@ -269,11 +259,8 @@ def _bounded_readers(
         )
     loaded, budget = session.loaded, session.read_budget
     assert budget is not None and session.store is not None, "experts are on disk, and bounded"
-    model, ops, store = (
-        bind(for_context(own.pack.spec, context), loaded.weights, loaded.ops),
-        loaded.ops,
-        session.store,
-    )
+    ops, store = loaded.ops, session.store
+    model = bind(for_context(own.pack.spec, context), loaded.weights, ops)
     readers = [
         evaluate.Reader(
             model, ops, context=context, sparsity=own.sparsity, step=1, types=own.types,
