@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import test_synth
 import twins
+from answers import GREEDY, answers_of, prompts
 
-from thermocline import SamplingParams
 from thermocline.convert import importer, synthetic
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
 from thermocline.machine.tiers import read_tiers
@@ -38,7 +38,6 @@ from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
 Run = Callable[..., Any]
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 # Mixtures with biases and sinks, shared experts, layers without experts, latents, states, other norms.
 PACKED = ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_stacked", "nemotron_h_moe"]
 
@@ -59,26 +58,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_split, "DEPTH", 8)
 
 
-def prompts(vocab: int) -> list[list[int]]:
-    """Longer than the slots, a beginning of it, others."""
-    long = [(7 * i + i * i) % vocab for i in range(40)]
-    return [long, [*long[:35], 1, 2, 3], [5, 6, 7], [vocab - 1]]
-
-
 def answers(model: StoredModel, decision: Decision | None, **asked: Any) -> list[Any]:
     """One by one, with what is known of their beginnings; then all together."""
     options = EngineOptions(context=64, max_batch=4, threads=2, **asked)
-    found: list[Any] = []
     opened = Session.open(model, options) if decision is None else Session(model, options, decision)
     with opened as session:
         engine = session.load()
-        each = prompts(model.spec.vocab_size)
-        for some in [*([p] for p in each), each]:
-            requests = [engine.submit(p, GREEDY) for p in some]
-            while engine.step():
-                pass
-            done = [r.completion() for r in requests]
-            found += [(c.token_ids, c.figures.logits_hash) for c in done]
+        found = answers_of(engine, model.spec.vocab_size)
         assert engine.counts().cached_tokens > 0, "a beginning that is known"
         if decision is not None:
             assert session.store is not None and session.store.counts().missed > 0

@@ -13,7 +13,8 @@ import numpy as np
 import placements
 import pytest
 import test_synth
-from test_experts_on_disk import GREEDY, packed, prompts, small_pieces
+from answers import GREEDY, answers_of, prompts
+from test_experts_on_disk import packed, small_pieces
 from test_gpu_moe import Counting
 
 from thermocline.cli import main
@@ -71,16 +72,8 @@ def opened(model: StoredModel, decision: Decision) -> Session:
 
 
 def answers(session: Session) -> list[Any]:
-    """One by one, in steps that are recorded, with what is known of their beginnings; then all together."""
-    engine, found = session.load(), list[Any]()
-    each = prompts(session.pack.spec.vocab_size)
-    for some in [*([p] for p in each), each]:
-        requests = [engine.submit(p, GREEDY) for p in some]
-        while engine.step():
-            pass
-        done = [r.completion() for r in requests]
-        found += [(c.token_ids, c.figures.logits_hash) for c in done]
-    return found
+    """All answers; steps of one are recorded."""
+    return answers_of(session.load(), session.pack.spec.vocab_size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
