@@ -14,6 +14,7 @@ import pytest
 import test_routing
 import test_synth
 from build_docs import difference
+from closed_sessions import watch_sessions
 
 from thermocline import SamplingParams
 from thermocline.cli.commands.routing.trace import POLICIES as SAID
@@ -128,15 +129,7 @@ def test_a_profile_with_experts_on_disk_is_that_of_memory(
     path = path_of(model)
     before, wanted = path.read_bytes(), open_routes(model)
     assert wanted is not None
-    seen: list[tuple[bool, int, int]] = []
-    unload = Session.unload
-
-    def spied(session: Session) -> None:
-        if session.store is not None:
-            seen.append((session.from_disk, session.memory_bytes, session.store.counts().missed))
-        unload(session)
-
-    monkeypatch.setattr(Session, "unload", spied)
+    seen = watch_sessions(monkeypatch)
     budget = least_bytes(Mixture(model.spec, model.tensors), others(model)) + 2**20
     asked = ("--tokens", 1024, "--ctx", 64, "-t", 2, "-q")
     try:

@@ -13,6 +13,7 @@ import kept_twins
 import numpy as np
 import pytest
 import tiny
+from closed_sessions import Closed, watch_sessions
 from safetensors.numpy import save_file
 from test_experts_on_disk import with_slots
 
@@ -28,7 +29,6 @@ from thermocline.pack.pack import Pack
 from thermocline.plan.disk import dense_split, disk_split, expert_split
 from thermocline.plan.memory import GIB, runtime_bytes
 from thermocline.session import store
-from thermocline.session.session import Session
 
 Run = Callable[..., Any]
 F32 = np.ndarray[Any, np.dtype[np.float32]]
@@ -106,18 +106,8 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
-    """Of each session that was closed: whether it read from disk, its bytes, how often it missed."""
-    seen: list[tuple[bool, int, int]] = []
-    unload = Session.unload
-
-    def spied(session: Session) -> None:
-        if session.store is not None:
-            seen.append((session.from_disk, session.memory_bytes, session.store.counts().missed))
-        unload(session)
-
-    monkeypatch.setattr(Session, "unload", spied)
-    return seen
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Closed]:
+    return watch_sessions(monkeypatch)
 
 
 def enough(thermocline: Run, *argv: str | Path) -> str:
