@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from thermocline import ops
 from thermocline.machine import hardware
-from thermocline.ops import cuda, torch_kernels
+from thermocline.ops import cuda, kernels
+from thermocline.ops.kernels import torch_kernels
 
 GIB = 2**30
 NAME = "NVIDIA Pretended"
@@ -272,7 +272,7 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
     patch.setattr(torch.version, "cuda", "13.0")
     patch.setattr(ctypes, "CDLL", libraries(card))
     patch.setattr(cuda, "Cuda", device_of(card))
-    patch.setattr(ops, "triton_kernels", torch_kernels, raising=False)
+    patch.setattr(kernels, "triton_kernels", torch_kernels, raising=False)
     patch.setattr(
         hardware, "gpu", lambda: hardware.GpuInfo(True, [NAME] * card.count, [2 * GIB] * card.count, "")
     )

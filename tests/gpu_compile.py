@@ -23,10 +23,10 @@ from triton.compiler import ASTSource
 
 from thermocline.model import quant
 from thermocline.model.spec import Latent, Recurrent, Router
-from thermocline.ops import triton_kernels as ops
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
 from thermocline.ops.device_sizes import FEW, KernelSizes
 from thermocline.ops.interface import Heads
+from thermocline.ops.kernels import triton_kernels as ops
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.uint8: "*u8"}
 DIM, NEURONS, HEADS, KV, HEAD, PAGES = 4096, 11008, 32, 8, 128, 256

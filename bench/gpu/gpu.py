@@ -339,7 +339,7 @@ def device_of(args: argparse.Namespace) -> gpu.OpenGpu:
 
         if not knobs.runtime.interpret:
             raise UsageError("--kernels triton on the stand-in needs TRITON_INTERPRET=1 in the environment")
-        from thermocline.ops import triton_kernels
+        from thermocline.ops.kernels import triton_kernels
 
         found = replace(found, kernels=triton_kernels)
     if args.size is None:

@@ -54,7 +54,7 @@ def weights_that_are_nan(pack: Path, tmp: Path, patch: pytest.MonkeyPatch) -> li
 
 
 def a_gpu_that_fails(pack: Path, tmp: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    from thermocline.ops import torch_kernels
+    from thermocline.ops.kernels import torch_kernels
 
     def fail(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")

@@ -19,8 +19,8 @@ from test_options import TOKENS, nmse
 from thermocline.convert import importer
 from thermocline.engine.decoder import bind
 from thermocline.model.tensors import ALIGN
-from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.pack import Pack
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import Needs

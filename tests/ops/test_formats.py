@@ -26,7 +26,7 @@ def test_a_format_s_blocks_are_gguf_s() -> None:
 
 def test_the_gpu_has_a_loader_for_every_format() -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
-    from thermocline.ops.triton_stored import loader
+    from thermocline.ops.kernels.triton_stored import loader
 
     for f in formats.FORMATS.values():
         how = loader(f.name)

@@ -1,6 +1,6 @@
 """Steps on a device and the CPU beside it, a stand-in for the device: wherever what lies, the same answer.
 
-Kernels are `ops.torch_kernels` (test_gpu_kernels.py holds Triton's against them).
+Kernels are `ops.kernels.torch_kernels` (test_gpu_kernels.py holds Triton's against them).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thermocline.errors import DeviceFailure
 from thermocline.machine import hardware, this_machine, tiers
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.ops import device, device_sizes, torch_kernels
+from thermocline.ops import device, device_sizes
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import DeviceRows
@@ -49,6 +49,7 @@ from thermocline.ops.interface import (
     Linear,
     Weights,
 )
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement

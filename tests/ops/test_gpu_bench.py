@@ -19,9 +19,9 @@ import pytest
 
 from thermocline.errors import DeviceFailure
 from thermocline.machine import this_machine, tiers
-from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import DeviceRows
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.pack import Pack
 from thermocline.session import gpu as tier
 from thermocline.session import gpu_weights

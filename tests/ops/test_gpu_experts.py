@@ -25,12 +25,13 @@ from test_options import SPEC, TOKENS, natively, nmse
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.model import activations
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec, Router
-from thermocline.ops import device_sizes, interface, reference, torch_kernels
+from thermocline.ops import device_sizes, interface, reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Weights
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import gpu_weights

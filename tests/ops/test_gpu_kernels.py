@@ -20,10 +20,11 @@ from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
 from thermocline.engine.kv_cache import in_ram
 from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Latent, Router
-from thermocline.ops import reference, torch_kernels
+from thermocline.ops import reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import FEW, spans
 from thermocline.ops.interface import F32, Batch, KVShape, LatentMatrices
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.predictor import LayerPredictor
 
 pytestmark = pytest.mark.oracle
@@ -50,7 +51,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "torch":
         return Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
-    from thermocline.ops import triton_kernels
+    from thermocline.ops.kernels import triton_kernels
 
     # Small matrices, yet as many rows a program as of large ones: fewer are tested by themselves.
     monkeypatch.setattr(triton_kernels, "DOT_PROGRAMS", 1)
@@ -578,7 +579,9 @@ def test_scratch_is_enough_for_every_smaller_call() -> None:
 
 
 def test_both_tables_have_the_same_functions() -> None:
-    triton_kernels = pytest.importorskip("thermocline.ops.triton_kernels", reason="triton is not installed")
+    triton_kernels = pytest.importorskip(
+        "thermocline.ops.kernels.triton_kernels", reason="triton is not installed"
+    )
 
     def public(module: Any) -> dict[str, str]:
         there = inspect.getmembers(module, inspect.isfunction)

@@ -14,12 +14,13 @@ from test_gpu_kernels import expected_h, kernels
 from test_options import TOKENS, nmse
 
 from thermocline.engine.kv_cache import BLOCK
-from thermocline.ops import device_sizes, reference, torch_kernels
+from thermocline.ops import device_sizes, reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats
+from thermocline.ops.kernels import torch_kernels
 from thermocline.session import gpu_weights, weights
 
 pytestmark = pytest.mark.oracle

@@ -33,12 +33,13 @@ from thermocline.cli import main
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.model import activations, quant
 from thermocline.model.spec import ModelSpec, Router
-from thermocline.ops import device_sizes, interface, reference, torch_kernels
+from thermocline.ops import device_sizes, interface, reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits, device_bytes
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats, Layer, Linear, Weights
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan import hotness

@@ -34,12 +34,12 @@ from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
 from thermocline.model.quant import decode
-from thermocline.ops import torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import Weights
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import Placement

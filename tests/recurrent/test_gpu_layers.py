@@ -28,7 +28,7 @@ from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
 from thermocline.engine.state_pool import NONE, StatePool, states_in_ram
 from thermocline.model.spec import Latent, ModelSpec, Recurrent, check_spec
-from thermocline.ops import device_sizes, reference, torch_kernels
+from thermocline.ops import device_sizes, reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_ffn import PartQueue, pairs_of
@@ -36,6 +36,7 @@ from thermocline.ops.device_layers import Binder, DeviceMixer
 from thermocline.ops.device_sizes import StepLimits, device_bytes, host_bytes
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, Batch, FFNStats, Weights
+from thermocline.ops.kernels import torch_kernels
 from thermocline.ops.mixing.recurrent import MixerQueue
 from thermocline.pack.pack import Pack
 from thermocline.pack.writer import PackExtras, write_pack

@@ -21,8 +21,8 @@ from thermocline.cli import main
 from thermocline.errors import BadFile, OutOfBudget, UsageError
 from thermocline.machine.tiers import Tiers, read_tiers, render
 from thermocline.opening.open_model import open_model
-from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.pack import Pack
 from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
 from thermocline.pack.stored_model import StoredModel

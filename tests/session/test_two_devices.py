@@ -28,12 +28,13 @@ from thermocline.engine.kv_cache import BLOCK
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
 from thermocline.model.spec import ModelSpec
-from thermocline.ops import cuda, device_sizes, torch_kernels
+from thermocline.ops import cuda, device_sizes
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import CPU, FFNStats
+from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors

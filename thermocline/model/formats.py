@@ -2,7 +2,8 @@
 
 Everything that differs between formats and is no code stands here. The code is numpy's in `quant`,
 `block_layout` and `gguf_blocks`, the kernels' in `csrc/kernels/formats.inl` (with a row in `formats.h`), and
-the GPU's in `ops/triton_stored.py`. numpy is not imported: commands name formats before they load anything.
+the GPU's in `ops/kernels/triton_stored.py`. numpy is not imported: commands name formats before they load
+anything.
 """
 
 from __future__ import annotations

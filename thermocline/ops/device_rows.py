@@ -96,7 +96,7 @@ class Scratch:
 
 
 class Kernels(Protocol):
-    """The functions that ops queue on a GPU; `ops.torch_kernels` says what each computes."""
+    """The functions that ops queue on a GPU; `ops.kernels.torch_kernels` says what each computes."""
 
     def norm(
         self, out: torch.Tensor, x: torch.Tensor, weight: Vector, bias: Vector, eps: float, layer: bool, /

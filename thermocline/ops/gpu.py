@@ -128,7 +128,7 @@ class GpuOps:
     `devices`: "gpu:0" of a placement, "gpu:1" ...; the residual stream is on the first or in RAM. A step that
     several compute is queued anew each time: a recording is of one device's queues.
 
-    `kernels`: ops.triton_kernels or ops.torch_kernels.
+    `kernels`: ops.kernels.triton_kernels or ops.torch_kernels.
 
     `limits`: what its buffers are made for. `send_from`: tokens of a step for which the CPU's neurons are
     sent to the first GPU rather than computed beside it.

@@ -34,7 +34,7 @@ class OpenGpu:
     """A device to plan for."""
 
     device: Device
-    kernels: Kernels  # ops.triton_kernels, or for the stand-in ops.torch_kernels
+    kernels: Kernels  # ops.kernels.triton_kernels, or for the stand-in ops.kernels.torch_kernels
     free_bytes: int
     others: int = 0  # GPUs beside it, which stay idle
 
@@ -48,8 +48,8 @@ def find(asked: str, vram: float | None = None) -> OpenGpu | None:
     if asked == "off":
         return None
     if asked == STAND_IN:
-        from thermocline.ops import torch_kernels
         from thermocline.ops.device import StandIn
+        from thermocline.ops.kernels import torch_kernels
 
         return OpenGpu(StandIn(), torch_kernels, int((vram or STAND_IN_GIB) * GIB))
     if asked != "auto" and not asked.isdigit():
@@ -115,8 +115,8 @@ def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
 
 
 def _cuda(index: int, vram: float | None) -> OpenGpu:
-    from thermocline.ops import triton_kernels
     from thermocline.ops.cuda import Cuda
+    from thermocline.ops.kernels import triton_kernels
 
     device = Cuda(index)
     free = max(0, device.free_bytes() - RESERVE_BYTES)

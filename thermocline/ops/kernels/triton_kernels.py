@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from thermocline.model.spec import Recurrent, Router
-from thermocline.ops import triton_rows, triton_tokens
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
-from thermocline.ops.mixing import triton_latents, triton_states
-from thermocline.ops.triton_stored import loader
+from thermocline.ops.kernels import triton_latents, triton_rows, triton_states, triton_tokens
+from thermocline.ops.kernels.triton_stored import loader
 
 Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.triton_stored import (
+from thermocline.ops.kernels.triton_stored import (
     behind,
     columns_of,
     first_column,
@@ -28,7 +28,7 @@ from thermocline.ops.triton_stored import (
     units,
     unknown_nought,
 )
-from thermocline.ops.triton_tokens import activation, up_factor
+from thermocline.ops.kernels.triton_tokens import activation, up_factor
 
 
 @triton.jit

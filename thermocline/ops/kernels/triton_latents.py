@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.triton_rows import dots
+from thermocline.ops.kernels.triton_rows import dots
 
 
 @triton.jit
