@@ -58,6 +58,11 @@ SMALL["smallthinker-4b"] = {
     "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
     "moe_num_primary_experts": 8, "moe_num_active_primary_experts": 3, "moe_ffn_hidden_size": 256,
 }  # fmt: skip
+SMALL["gpt-oss-20b"] = SMALL["llama-2-7b"] | {
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "head_dim": 64, "num_local_experts": 16,
+    "num_experts_per_tok": 3, "experts_per_token": 3, "intermediate_size": 512,
+    "layer_types": ["full_attention"] * 4,
+}  # fmt: skip
 SMALL["afm-4.5b"] = SMALL["llama-2-7b"] | {"head_dim": 64, "bos_token_id": 1, "eos_token_id": 2}
 SMALL["glm-4.5-air"] = SMALL["llama-2-7b"] | EXPERTS
 

@@ -20,9 +20,11 @@ from test_gpu_moe import Counting
 from thermocline.cli import main
 from thermocline.errors import BadFile, OutOfBudget, UsageError
 from thermocline.machine.tiers import Tiers, read_tiers, render
+from thermocline.model.sizes import aligned
 from thermocline.opening.open_model import open_model
 from thermocline.ops.device import StandIn
 from thermocline.ops.kernels import torch_kernels
+from thermocline.pack import blocks
 from thermocline.pack.pack import Pack
 from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
 from thermocline.pack.stored_model import StoredModel
@@ -182,6 +184,33 @@ def test_a_session_has_experts_beside_ram_and_takes_what_its_plan_says(
             device = session.gpus.opened[0].device
             assert isinstance(device, Counting) and 0.99 * promised < device.taken <= promised
             assert any("the first of each layer" in n for n in session.plan.notes)
+
+
+def test_ram_has_the_biases_of_experts_that_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss: the CPU's memory has those of all experts, and a plan counts them."""
+    model: StoredModel = test_synth.make(tmp_path, "gpt-oss-20b", "f16")
+    taken: list[int] = []
+
+    def new_arena(nbytes: int, what: str) -> Any:
+        taken.append(nbytes if what == str(model.path) else 0)
+        return made(nbytes, what)
+
+    made = blocks.new_arena
+    monkeypatch.setattr(blocks, "new_arena", new_arena)
+    with Session.open(model, asked(2.0)) as session:
+        assert session.plan is not None and there(session) == 16 * model.spec.n_layers
+        session.load()
+        ram = session.plan.bytes["ram"]
+    theirs = re.compile(r"layers\.\d+\.(gate|up|down)\.bias")
+    biases = [aligned(t.bytes) for n, t in model.tensors.items() if theirs.fullmatch(n)]
+    assert len(biases) == 3 * model.spec.n_layers and ram["experts' biases"] == sum(biases)
+    # Norms, and biases of attention and head, are small, and count where their matrices are.
+    counted = re.compile(theirs.pattern + r"|layers\.\d+\.router\.bias")
+    vectors = [(n, t) for n, t in model.tensors.items() if t.stride == t.bytes or theirs.fullmatch(n)]
+    small = [aligned(t.bytes) for n, t in vectors if not counted.fullmatch(n)]
+    assert sum(taken) == ram["embedding"] + ram["routers"] + ram["experts' biases"] + sum(small)
 
 
 def test_a_session_has_experts_on_three_tiers(

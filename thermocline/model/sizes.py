@@ -93,12 +93,17 @@ class LayerSizes:
     bundle: NeuronTensors  # up and down
     # Part of `attention`: the router is in RAM, and on a GPU that has attention or neurons.
     router_bytes: int = 0
+    biases: tuple[int, ...] = ()  # bytes of each tensor of experts' biases, which RAM has of all experts
 
     def gate_bytes(self, neurons: I64) -> I64:
         return _slices(self.gate.tensors, neurons, self.neurons)
 
     def bundle_bytes(self, neurons: I64) -> I64:
         return _slices(self.bundle.tensors, neurons, self.neurons)
+
+    def bias_bytes(self, neurons: I64) -> I64:
+        """Return what RAM has of neurons of whole experts that are on a GPU or on disk."""
+        return _slices(self.biases, neurons, self.neurons)
 
     @property
     def record_bytes(self) -> int:
@@ -206,13 +211,14 @@ def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes
             predictor += _part(t)
         elif t.role == "gate":
             gate.append(t)
-        elif t.role in ATTENTION_ROLES or name.endswith("down.bias"):
+        elif t.role in ATTENTION_ROLES or (experts <= 1 and name.endswith("down.bias")):
             attention += _part(t)
             router += _part(t) if t.role == "router" and ".shared." not in name else PartSize()
         else:
             bundle.append(t)
     rows = _rows(gate, neurons), _rows(bundle, neurons)
-    return LayerSizes(attention, predictor, neurons, *rows, router.bytes)
+    biases = (t.bytes for t in (*gate, *bundle) if t.vector and experts > 1 and not spec.sparse)
+    return LayerSizes(attention, predictor, neurons, *rows, router.bytes, tuple(biases))
 
 
 def _part(t: TensorSpec) -> PartSize:

@@ -235,7 +235,7 @@ def layer_columns(
     vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
     ram = ~a * attention_bytes + ~p * predictor_bytes
     ram = ram + gates(s.neurons - g - f * d) + bundles(s.neurons - g - d)
-    vram, ram = vram + (~a & (g > 0)) * s.router_bytes, ram + a * s.router_bytes
+    vram, ram = vram + (~a & (g > 0)) * s.router_bytes, ram + a * s.router_bytes + s.bias_bytes(g + d)
     return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
 
 

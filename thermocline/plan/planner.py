@@ -314,6 +314,7 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
         add(_tier(c.attention[i]), "attention", s.attention.bytes)
         add("ram", "routers", s.router_bytes * bool(c.attention[i]))
         add("gpu", "routers", s.router_bytes * bool(g and not c.attention[i]))
+        add("ram", "experts' biases", int(s.bias_bytes(g + d)))
         add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
         add(_tier(c.attention[i]), "recurrent states", p.state_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
