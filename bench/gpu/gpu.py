@@ -3,6 +3,9 @@
     python bench/gpu/gpu.py --build-dir /tmp/llama.cpp     # on a machine with an NVIDIA GPU, again and again
     python bench/gpu/gpu.py                                # without one: correctness, on a stand-in in RAM
     python bench/gpu/gpu.py --gpu stand-in --shape config.json --vram all     # its measurements, to try them
+    python bench/gpu/gpu.py --gpu 0 --results /tmp/card.json --ram 118 --llama-source DIR    # without network
+
+A GPU that is named and cannot be used ends the call; only --gpu auto takes the stand-in instead.
 
 First every weight format, placement and number of tokens beside the specification (gpu_check.py); then the
 card itself; then shapes, the most important figures first, alternating with llama.cpp (with CUDA, built where
@@ -14,8 +17,9 @@ engines they take turns; where it does not hold the file, llama.cpp's time is of
 said to be.
 
 Each (shape, format, memory, engine) is a record in bench/results/GPU.json; those there are left as they are.
-What does not fit is a record that says so. What failed otherwise (a full disk, a card or llama.cpp that
-ended), or was cut off, is tried once more by the next call, and then left out with the reason.
+What does not fit the card is a record that says so, and what RAM was too small for is tried again by each
+call. What failed otherwise (a full disk, a card or llama.cpp that ended), or was cut off, is tried once more
+by the next call, and then left out with the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ from gpu_models import Model, Shape
 from gpu_report import LLAMA, OURS, key_of, table
 from gpu_results import Results
 from gpu_run import Loaded, sync_cost, timeline, write_timeline
-from gpu_sides import Clock, Lost, Machine, Rival, Side, alternate, speeds
+from gpu_sides import Clock, Lost, Machine, NotOnThisCard, Rival, Side, alternate, speeds
 
 from thermocline import __version__
 from thermocline.cli.console import INTERRUPTED, ProgressBar
@@ -62,6 +66,7 @@ from thermocline.errors import (
     UsageError,
 )
 from thermocline.machine import hardware
+from thermocline.plan.memory import GIB
 from thermocline.session import gpu
 from thermocline.session.session import Session
 
@@ -71,11 +76,11 @@ SCRATCH = "thermocline-gpu-"  # and the process that made it
 FALCON, OPT = Shape("falcon-40b", "f16", 0.05), Shape("opt-30b", "f16", 0.03)
 LLAMA_70B = Shape("llama-2-70b", "q4_0", 0.18, 0.43)
 DENSE_F16, DENSE_Q4 = Shape("llama-2-7b", "f16"), Shape("llama-2-7b", "q4_0")
-FIRST = [
-    (OPT, "24"), (OPT, "all"), (FALCON, "24"), (LLAMA_70B, "24"), (LLAMA_70B, "11"), (DENSE_F16, "all"),
-    (DENSE_Q4, "all"),
+FIRST = [  # the dense ones are the cheapest, and say most about the kernels
+    (DENSE_F16, "all"), (DENSE_Q4, "all"), (OPT, "24"), (OPT, "all"), (FALCON, "24"), (LLAMA_70B, "24"),
+    (LLAMA_70B, "11"),
 ]  # fmt: skip
-SHAPES = [OPT, FALCON, LLAMA_70B, DENSE_F16, DENSE_Q4]
+SHAPES = [DENSE_F16, DENSE_Q4, OPT, FALCON, LLAMA_70B]
 SHAPES += [replace(OPT, format="q4_0"), replace(FALCON, format="q4_0"), replace(LLAMA_70B, format="f16")]
 
 
@@ -126,8 +131,10 @@ def measure_ours(m: Machine, model: Model, vram: str, ours: str, theirs: str | N
             if beside and rival and theirs:
                 m.results.add(theirs, how | rival.record())
             m.results.add(ours, record | looked_into(m, x, ours))
-    except OutOfBudget as e:
+    except NotOnThisCard as e:
         m.results.refuse(ours, e)
+    except OutOfBudget as e:  # of RAM, which the next call may find
+        m.results.refuse(ours, e, always=True)
     except DeviceFailure as e:
         m.results.refuse(ours, e, again=True)
         m.check_card()
@@ -166,8 +173,10 @@ def measure_theirs(m: Machine, model: Model, vram: str, theirs: str) -> None:
 def rival_of(m: Machine, model: Model, vram: str, key: str) -> Rival | None:
     try:
         return Rival(m, model, vram)
-    except (OutOfBudget, Unsupported) as e:
+    except Unsupported as e:
         m.results.refuse(key, e)
+    except OutOfBudget as e:
+        m.results.refuse(key, e, always=True)
     except Lost as e:
         m.results.refuse(key, e, again=True)
     return None
@@ -322,7 +331,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--build-dir", type=Path, default=Path(tempfile.gettempdir()) / "llama.cpp-cuda")
     p.add_argument("--llama-source", type=Path, help="an unpacked llama.cpp tree, instead of fetching one")
     p.add_argument("--spare", type=int, default=SPARE_BYTES, help="bytes of RAM to leave")
-    p.add_argument("--results", type=Path, help="the file; default: bench/results/GPU.json")
+    p.add_argument("--ram", type=float, metavar="GIB", help="of a machine whose RAM grows as it is used")
+    p.add_argument("--results", type=Path, help="the file, anywhere; default: bench/results/GPU.json")
+    p.add_argument("--commit", default=commit(), help="of every record; default: git's")
     p.add_argument("--json", action="store_true", help="all records to stdout, not a table")
     return p.parse_args(argv)
 
@@ -347,13 +358,26 @@ def device_of(args: argparse.Namespace) -> gpu.OpenGpu:
     return found
 
 
-def facts_of(device: gpu.OpenGpu) -> dict[str, Any]:
+def grow_to(nbytes: int) -> None:
+    """From now on the system has so much RAM, whatever it says now. Limits of this process stay."""
+    true = hardware._system_memory
+
+    def system_memory(root: Path) -> tuple[int | None, int | None]:
+        total, free = true(root)
+        if total is None or free is None:
+            return nbytes, nbytes
+        return max(total, nbytes), max(free, nbytes - (total - free))
+
+    hardware._system_memory = system_memory
+
+
+def facts_of(device: gpu.OpenGpu, commit: str | None) -> dict[str, Any]:
     versions = {"thermocline": __version__, "torch": torch.__version__, "python": platform.python_version()}
     kernels = cast(ModuleType, device.kernels).__name__.rsplit(".", 1)[-1]
     return {
         "card": device.device.name,
         "cpu": hardware.cores().name,
-        "commit": commit(),
+        "commit": commit,
         "versions": versions,
         "kernels": kernels,
     }
@@ -378,6 +402,8 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # the plan of each placement
     clock = Clock(time.monotonic() + args.budget_s)
+    if args.ram is not None:
+        grow_to(int(args.ram * GIB))
     try:
         device = device_of(args)
         name = re.sub("[^a-z0-9]+", "-", device.device.name.lower())
@@ -386,7 +412,9 @@ def main(argv: list[str] | None = None) -> int:
         bar = ProgressBar(quiet=False)
         with scratch_in(args.dir) as scratch:
             private = (Path(scratch), args.build_dir, BENCH.parent, Path.home())
-            results = Results.of(path, facts_of(device), tuple(d for d in private if len(str(d)) > 1))
+            results = Results.of(
+                path, facts_of(device, args.commit), tuple(d for d in private if len(str(d)) > 1)
+            )
             run(Machine(
                 args, device, results, clock, Path(scratch), "not looked for",
                 lambda what, done, total: bar.at(what, done, total, ""),

@@ -16,15 +16,16 @@ from engines import Driver
 OVERHEAD_BYTES = 700 << 20  # of its CUDA context and compute buffers: a first guess
 
 
-def why_not() -> str | None:
-    """Why it cannot be built here with CUDA."""
-    missing = [tool for tool in ("nvcc", "cmake", "c++") if shutil.which(tool) is None]
+def why_not(built: bool) -> str | None:
+    """Why it cannot be built here with CUDA. `built`: its libraries are; the driver is still to be linked."""
+    needed = ("c++",) if built else ("nvcc", "cmake", "c++")
+    missing = [tool for tool in needed if shutil.which(tool) is None]
     return f"{missing[0]} is not on the PATH: llama.cpp is not built with CUDA here" if missing else None
 
 
 def prepared(build_dir: Path, source: Path | None, seconds: float) -> Path | str:
     """The driver, or why there is none. A build that is cut off goes on in the next call."""
-    why = why_not()
+    why = why_not((build_dir / "cuda" / "bin" / "libllama.so").exists())
     if why is not None:
         return why
     try:

@@ -1,7 +1,8 @@
 """The file of records that bench/gpu/gpu.py keeps: written after each, so that a call cut off loses one.
 
 What could not be measured is a record, too: for good where it cannot be, tried again by the next call where
-it might (a disk that was full, a card that failed). What was cut off in its midst TRIES times is left out.
+it might (a disk that was full, a card that failed), and by each call where RAM was too small. What was cut
+off in its midst TRIES times is left out.
 """
 
 from __future__ import annotations
@@ -61,10 +62,13 @@ class Results:
         self.begun.pop(key, None)
         self._write()
 
-    def refuse(self, key: str, why: BaseException | str, *, again: bool = False) -> None:
-        """`again`: the next call is to try it, but not for ever."""
+    def refuse(
+        self, key: str, why: BaseException | str, *, again: bool = False, always: bool = False
+    ) -> None:
+        """`again`: the next call is to try it, but not for ever; `always`: each call is."""
         tries = self.items.get(key, {}).get("tries", 0) + 1
-        self.add(key, {"refused": self.said(why), "tries": tries, "again": again and tries < TRIES})
+        again = always or (again and tries < TRIES)
+        self.add(key, {"refused": self.said(why), "tries": tries, "again": again})
 
     def said(self, why: BaseException | str) -> str:
         """One line, without the directories of the machine it was measured on."""

@@ -33,6 +33,10 @@ from thermocline.session.session import Session, needs_of
 SLACK_S = 20.0  # that llama.cpp may go on for when the time is over
 
 
+class NotOnThisCard(OutOfBudget):
+    """Its memory is too small, which no later call changes."""
+
+
 @dataclass(frozen=True)
 class Clock:
     end: float
@@ -94,7 +98,7 @@ class Machine:
         return self.model
 
     def session_of(self, model: Model, vram: str) -> Session:
-        """Raises OutOfBudget."""
+        """Raises NotOnThisCard, and OutOfBudget where RAM is too small."""
         g = self.device
         if vram != "all":
             g = replace(g, free_bytes=min(g.free_bytes, int(float(vram) * GIB)))
@@ -105,10 +109,10 @@ class Machine:
         )  # fmt: skip
         planned = gpu_tier.planned_of((g,), model.subject, found, needs_of(options))
         if planned is None:
-            raise OutOfBudget("the plan is to leave the GPU alone")
+            raise NotOnThisCard("the plan is to leave the GPU alone")
         decision, gpus = planned
         if vram == "all" and any(x.on_gpus < model.pack.spec.ffn_dim for x in decision.placement.layers):
-            raise OutOfBudget("not all of it fits in the GPU's memory")
+            raise NotOnThisCard("not all of it fits in the GPU's memory")
         return Session(model.pack, options, decision, predictors=model.predictors, gpus=gpus)
 
     def sparsity_of(self, model: Model) -> str:

@@ -210,6 +210,19 @@ def test_nvidia_smi_is_believed(
         assert gpu.names == ["NVIDIA H200"] and gpu.memory_bytes == [143771 << 20]
 
 
+def test_the_first_nvidia_smi_may_take_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the driver where there is no persistence mode; the card was taken for absent then."""
+
+    def slow(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        if timeout < 30:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0, "NVIDIA H200, 143771", "")
+
+    monkeypatch.setattr(shutil, "which", lambda _: "nvidia-smi")
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert hardware.gpu().found
+
+
 def test_advice_names_what_holds_the_machine_back() -> None:
     cores = hardware.Cores("x", 8, 8, 2, 2, None, 2)
     isa = hardware.Isa("avx2", ["avx512", "avx2", "scalar"], {"avx2": True})

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from thermocline.errors import DeviceFailure
-from thermocline.machine import this_machine, tiers
+from thermocline.errors import DeviceFailure, OutOfBudget
+from thermocline.machine import hardware, this_machine, tiers
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.kernels import torch_kernels
@@ -180,6 +180,26 @@ def test_without_nvcc_llama_is_left_out_with_the_reason(bench: Any, monkeypatch:
     monkeypatch.setenv("PATH", "")
     why = bench.gpu_llama.prepared(Path("nowhere"), None, 1.0)
     assert why == "nvcc is not on the PATH: llama.cpp is not built with CUDA here"
+
+
+def test_a_llama_that_was_built_elsewhere_needs_a_linker_alone(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    (tmp_path / "cuda" / "bin" / "libllama.so").write_bytes(b"")
+    monkeypatch.setenv("PATH", "")
+    assert bench.gpu_llama.prepared(tmp_path, tmp_path, 60.0).startswith("c++ is not on the PATH")
+    linker = tmp_path / "c++"
+    linker.write_text("#!/bin/sh\nexit 0\n")
+    linker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench.gpu_llama.prepared(tmp_path, tmp_path, 60.0) == tmp_path / "llama-driver-cuda"
+
+
+def test_cheap_shapes_are_measured_first(bench: Any) -> None:
+    work = bench.gpu.work_of(bench.gpu.arguments([]))
+    assert [(s.label, v) for s, v in work[:2]] == [("llama-2-7b f16", "all"), ("llama-2-7b q4_0", "all")]
+    assert len(work) == len(set(work)) == 24
 
 
 # ---- one token
@@ -432,6 +452,34 @@ def test_too_little_vram_is_a_record_for_good(call: Bench) -> None:
     assert "llama.cpp is left out: nvcc is not on the PATH" in err
     code, items, _ = call("--vram", "0.4", "all")
     assert items[OURS]["tok_s"] > 0 and items[OURS]["without_llama"].startswith("nvcc is not on the PATH")
+
+
+def test_too_little_ram_is_tried_again_by_each_call(call: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a record for good, on a machine whose RAM grows as it is used."""
+
+    def scarce(*_: Any) -> None:
+        raise OutOfBudget("3 GiB of RAM are too few")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call.modules.gpu_sides.Machine, "session_of", scarce)
+        for tries in (1, 2, 3):
+            code, items, _ = call()
+            assert code == 0 and items[OURS]["refused"] == "3 GiB of RAM are too few"
+            assert items[OURS]["again"] and items[OURS]["tries"] == tries
+    code, items, _ = call()
+    assert code == 0 and items[OURS]["tok_s"] > 0
+
+
+def test_ram_that_grows_is_counted_as_it_will_be(
+    call: Bench, rival: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's file does not fit what the system says that there is, 256 MiB in use of a little more."""
+    monkeypatch.setattr(hardware, "_system_memory", lambda root: ((256 << 20) + (1 << 17), 1 << 17))
+    _, items, _ = call()
+    assert "no room for a layer" in items[THEIRS]["refused"] and items[THEIRS]["again"]
+    code, items, _ = call("--ram", "4")
+    assert code == 0 and items[THEIRS]["tok_s"] > 0
+    assert hardware._system_memory(Path("/")) == (4 << 30, (4 << 30) - (256 << 20))
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])

@@ -26,6 +26,7 @@ ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 ROOF_SECONDS = 0.1
 ROOF_BYTES = 1 << 30  # the most bytes that one pass reads: 0.03 to 0.1 s
+SMI_S = 60  # without persistence mode, the first nvidia-smi loads the driver: over ten seconds
 DOCTOR_SECONDS = 0.3  # where the roof is the result, not the measure of another figure
 
 
@@ -386,7 +387,7 @@ def gpu(root: Path = ROOT) -> GpuInfo:
         return GpuInfo(False, [], [], why)
     query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
         return GpuInfo(False, [], [], f"nvidia-smi does not answer ({e})")
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
