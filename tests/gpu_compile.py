@@ -43,7 +43,7 @@ def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> D
 
 
 def scratch(tokens: int) -> Scratch:
-    return Scratch.of(KernelSizes(tokens, DIM, NEURONS, 40, 512, PAGES * 32, 1024), "meta")
+    return Scratch.of(KernelSizes(tokens, DIM, NEURONS, 71, 512, PAGES * 32, 1024), "meta")
 
 
 def of_rows(format: str, t: int) -> None:
@@ -88,6 +88,7 @@ def other_heads() -> list[tuple[Heads, int]]:
         (heads(40, 8, 128, 8192, chunked=True, norms_last=True), 128),  # Llama 4's
         (heads(40, 8, 128, None, temperature=0.1, temperature_span=8192), 0),
         (heads(32, 8, 160, None, own_norms=True), 40),  # StableLM's
+        (heads(71, 1, 64, None), 64),  # Falcon's
     ]
 
 
@@ -109,7 +110,9 @@ def of_tokens(t: int) -> None:
         shapes = (other.dim, 32), (32, other.dim)
         k, v = (empty(64, other.n_kv, *shape, type=torch.float16) for shape in shapes)
         ops.rope_store(qkv, other, turn, turn, *paged, k, v)
-        if other.dim <= HEAD:  # larger ones spill: 72 bytes at most, of 512 for sm_90
+        if (
+            t > FEW or other.dim <= HEAD
+        ):  # of few tokens larger ones spill: 72 bytes at most, of 512 for sm_90
             ops.attention(empty(t, other.n * other.dim), qkv, other, *paged, k, v, scratch(t))
     of_states(t)
     ops.activate(h, h, h, "gelu", 0.0, False)

@@ -22,7 +22,7 @@ from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Latent, Router
 from thermocline.ops import reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
-from thermocline.ops.device_sizes import FEW, spans
+from thermocline.ops.device_sizes import FEW, span_of, spans
 from thermocline.ops.interface import F32, Batch, KVShape, LatentMatrices
 from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.predictor import LayerPredictor
@@ -164,6 +164,11 @@ ATTENTIONS = {
     ),
     "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
     "a prompt in longer spans": attention_case(heads(1, 1, 16), [270], 17, 16),
+    "a prompt of three heads a key": attention_case(heads(6, 2, 48, softcap=2.0), [70, 9, 33], 24, 48),
+    "a prompt of many heads a key": attention_case(heads(70, 1, 16), [40], 20, 16),
+    "a prompt of large heads": attention_case(heads(2, 1, 208), [40, 9], 17, 208),
+    "a prompt in a window": attention_case(heads(2, 1, 16, window=20), [190, 3, 60], 40, 16),
+    "a prompt in chunks": attention_case(heads(2, 1, 16, window=24, chunked=True), [90, 60], 40, 16),
     "several spans": attention_case(heads(2, 1, 16), [300, 128, 129], 1, 16),
 }
 
@@ -177,6 +182,43 @@ def test_attention(kernels: Kernels, case: str) -> None:
     for got, stored in (k, k_want), (v, v_want):
         assert np.array_equal(np.isnan(got.cpu().numpy()), np.isnan(stored))
         assert gpu_cases.nmse(np.nan_to_num(got.cpu().numpy()), np.nan_to_num(stored)) <= 1e-8  # f16 rounds
+
+
+def each_row_alike(a: F32, b: F32, dtype: Any) -> F32:
+    """Multiply as tensor cores do: with BLAS a row's bits depend on where it lies."""
+    return np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype), optimize=False)
+
+
+def test_a_tile_of_tokens_changes_no_bit(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that share tiles with others, or with a broken sequence, find the same."""
+    if kernels.ops is torch_kernels:
+        pytest.skip("torch's products have orders of their own")
+    if kernels.slow:
+        monkeypatch.setattr(np, "matmul", each_row_alike)  # the interpreter's
+    c = attention_case(heads(5, 1, 16, window=30), [40, 33, 7, 90], 20, 16)
+    qkv, k, v = (kernels.put(x) for x in (c.qkv, c.k, c.v))
+    paged = [kernels.put(x) for x in (c.batch.positions, c.batch.sequence, c.batch.block_table)]
+    kernels.ops.rope_store(qkv, c.heads, kernels.some(c.cos), kernels.some(c.sin), *paged, k, v)
+
+    def attended(first: int) -> torch.Tensor:
+        """Rows from `first` on, by themselves."""
+        t = len(qkv) - first
+        assert t > FEW and span_of(t) == span_of(len(qkv)), "sums are joined alike"
+        out, where = kernels.filled(t, c.heads.n * c.heads.dim), (x[first:] for x in paged[:2])
+        more = *where, paged[2], k, v, kernels.scratch()
+        kernels.ops.attention(out, qkv[first:], c.heads, *more)
+        return out
+
+    whole = attended(0)
+    assert bool(whole.isfinite().all())
+    for first in 1, 2:
+        assert torch.equal(attended(first), whole[first:])
+    broken = paged[1] == 1
+    qkv[broken] = float("nan")
+    pages = paged[2][1]
+    k[pages[pages >= 0].long()] = v[pages[pages >= 0].long()] = float("nan")
+    again = attended(0)
+    assert torch.equal(again[~broken], whole[~broken]) and bool(again[broken].isnan().all())
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])

@@ -1,6 +1,6 @@
 """The GPU's ops in Triton: the functions of `torch_kernels`, launched. Contracts are stated there.
 
-Owns grids and configurations; device code is in triton_rows and triton_tokens. Nothing is allocated, waited
+Owns grids and configurations; device code is in the other files here. Nothing is allocated, waited
 for or read back, and no grid depends on what is in device memory, so each call can be part of a CUDA graph.
 Sums have one order: two runs give equal bits.
 """
@@ -17,7 +17,7 @@ from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
-from thermocline.ops.kernels import triton_latents, triton_rows, triton_states, triton_tokens
+from thermocline.ops.kernels import triton_latents, triton_prompts, triton_rows, triton_states, triton_tokens
 from thermocline.ops.kernels.triton_stored import loader
 
 Tensor = torch.Tensor
@@ -35,6 +35,8 @@ STATE_FLOATS = 4096  # of a program of 4 warps: 32 of a thread
 LATENT_HEADS = 16  # of a program, the least that tensor cores multiply
 LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps, spill on an H100
 HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at once
+# Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
+TILE_ROWS, TILE_WARPS = 64, 8
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 
@@ -127,22 +129,23 @@ def attention(
     parts = scratch.take(t, heads.n, n_spans, heads.dim + 2)
     group, wide = heads.n // heads.n_kv, max(16, _power(heads.dim))
     piece = min(wide, HEAD_PIECE)
-    launch(
-        triton_tokens.attend,
-        (t, heads.n_kv, n_spans),
-        *(parts, qkv, positions, sequence, table, k, v, heads.n_kv, group, width, span, n_spans, window),
-        heads.scale,
-        heads.softcap or 0.0,
-        qkv.shape[1],
-        stages=2 if heads.dim <= 2 * piece else 1,  # of 512: 72 KiB of shared memory instead of 132
-        DIM=heads.dim,
-        BLOCK=block,
-        D=piece,
-        H=max(16, _power(group)),
-        CAPPED=heads.softcap is not None,
-        CHUNKED=heads.chunked,
-        PIECES=_ceil(heads.dim, piece),
-    )
+    fixed: dict[str, Any] = {"DIM": heads.dim, "BLOCK": block, "D": piece, "PIECES": _ceil(heads.dim, piece)}
+    fixed |= {"CAPPED": heads.softcap is not None, "CHUNKED": heads.chunked}
+    where = parts, qkv, positions, sequence, table, k, v
+    ends = window, heads.scale, heads.softcap or 0.0, qkv.shape[1]
+    if t > FEW:
+        rows = max(TILE_ROWS * HEAD_PIECE // max(wide, HEAD_PIECE), _power(group))
+        tiles = _ceil(t, rows // group), heads.n_kv, n_spans
+        sizes = t, heads.n_kv, group, width, span, n_spans
+        fixed["R"] = rows
+        launch(triton_prompts.attend_many, tiles, *where, *sizes, *ends, warps=TILE_WARPS, **fixed)
+    else:
+        stages = 2 if heads.dim <= 2 * piece else 1  # of 512: 72 KiB of shared memory instead of 132
+        args = *where, heads.n_kv, group, width, span, n_spans, *ends
+        tokens = t, heads.n_kv, n_spans
+        fixed["H"] = max(16, _power(group))
+        warps = 4 if fixed["H"] < 128 else 8  # of Falcon's 71 heads a key, 4 spill
+        launch(triton_tokens.attend, tokens, *args, stages=stages, warps=warps, **fixed)
     launch(
         triton_tokens.join_spans,
         (t, heads.n),
