@@ -24,11 +24,18 @@ from triton.compiler import ASTSource
 from thermocline.model import quant
 from thermocline.model.spec import Latent, Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
-from thermocline.ops.device_sizes import FEW, KernelSizes
-from thermocline.ops.interface import Heads
+from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes
+from thermocline.ops.interface import BANNED, CANDIDATES, Heads
 from thermocline.ops.kernels import triton_kernels as ops
 
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.uint8: "*u8"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
 DIM, NEURONS, HEADS, KV, HEAD, PAGES = 4096, 11008, 32, 8, 128, 256
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -124,6 +131,12 @@ def of_tokens(t: int) -> None:
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.predict(named, None, rows(SIGNS, NEURONS, DIM), empty(NEURONS), 8, False, x, scratch(t))
     ops.softcap(h, 30.0)
+    for words in (32000, 151936):  # one pass over candidates, and two
+        ids, found = empty(t, type=torch.int32), empty(t, 3, type=torch.int32)
+        keys = empty(t * sum(choice_sizes(words)), type=torch.int64)
+        sums = empty(t * choice_sizes(words)[0] // CANDIDATES, type=torch.int32)
+        draws = empty(t, 5 + BANNED, type=torch.float64)
+        ops.choose(ids, found, empty(t, words), 1.0, draws, keys, sums)
 
 
 def of_latents(t: int, paged: list[torch.Tensor]) -> None:

@@ -378,7 +378,7 @@ def test_ctrl_c_while_a_step_is_queued_leaves_nothing_to_the_next(
             card.faults.set("kernel", at, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 tokens(llm)
-            assert ops._under_way is not None
+            assert ops._under_way
             assert tokens(llm) == want
 
 
@@ -585,9 +585,9 @@ class Failing(StandIn):
 
         return replayed
 
-    def wait(self, tasks: Any) -> None:
+    def wait(self, tasks: Any, mark: object = None) -> None:
         self.faults.met("wait")
-        super().wait(tasks)
+        super().wait(tasks, mark)
 
     def _bad(self, name: str, work: Any) -> Any:
         def run(*args: Any) -> None:

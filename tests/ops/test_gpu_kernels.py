@@ -18,12 +18,13 @@ import torch
 from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal, whole
 
 from thermocline.engine.kv_cache import in_ram
+from thermocline.engine.sampler import Sampler, SamplingParams
 from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Latent, Router
-from thermocline.ops import reference
+from thermocline.ops import choosing, device_sizes, reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
-from thermocline.ops.device_sizes import FEW, span_of, spans
-from thermocline.ops.interface import F32, Batch, KVShape, LatentMatrices
+from thermocline.ops.device_sizes import FEW, choice_sizes, span_of, spans
+from thermocline.ops.interface import CANDIDATES, F32, Batch, ChosenToken, KVShape, LatentMatrices, TokenDraw
 from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.predictor import LayerPredictor
 
@@ -631,6 +632,65 @@ def test_both_tables_have_the_same_functions() -> None:
         return {n: s for n, s in own.items() if not n.startswith("_") and n != "launch"}
 
     assert public(torch_kernels) == public(triton_kernels)
+
+
+# ---- tokens
+
+DRAWS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, ignore_eos=True),
+    SamplingParams(),
+    SamplingParams(temperature=1.3, top_k=CANDIDATES, top_p=1.0, min_p=0.0),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.0, logit_bias={7: -np.inf}),
+    SamplingParams(temperature=3.0, top_k=9, top_p=1.0, min_p=0.2),
+    SamplingParams(temperature=1.0, top_k=50, top_p=0.0, min_p=0.0),
+    SamplingParams(temperature=1e-9, top_k=1, top_p=1.0, min_p=1.0),
+]
+# Of one program, of two, and of so many that their candidates take a second pass.
+VOCABULARIES = (100, 257, 1500)
+
+
+def chosen(kernels: Kernels, logits: F32, draws: list[TokenDraw], scale: float = 1.0) -> list[ChosenToken]:
+    rows, n = logits.shape
+    sizes = choice_sizes(n)
+    wide = kernels.put(np.pad(logits, ((0, 0), (0, 3)), constant_values=1e9))[:, :n]  # rows with a pitch
+    ids, found = (torch.full(shape, -5, dtype=torch.int32, device=DEVICE) for shape in ((rows,), (rows, 3)))
+    keys = torch.full((rows * sum(sizes),), 1 << 62, dtype=torch.int64, device=DEVICE)
+    sums = torch.full((rows * sizes[0] // CANDIDATES,), 77, dtype=torch.int32, device=DEVICE)
+    kernels.ops.choose(ids, found, wide, scale, kernels.put(choosing.as_numbers(draws)), keys, sums)
+    made = [choosing.as_choice(*row) for row in found.tolist()]
+    assert ids.tolist() == [choice.token for choice in made]  # what the next step reads
+    return made
+
+
+@pytest.mark.parametrize("n", VOCABULARIES)
+@pytest.mark.parametrize("steps", [1, 0.25], ids=["distinct", "with ties"])
+def test_a_token_is_the_one_that_the_sampler_chooses(
+    kernels: Kernels, n: int, steps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sizes, "KEYS", 256)
+    x = 3 * normal(n, len(DRAWS), n)
+    if steps < 1:
+        x = np.round(x / np.float32(steps)) * np.float32(steps)  # zeros of both signs, too
+    best = x.argmax(axis=1).tolist()
+    samplers = [Sampler(replace(p, seed=3), n, banned=(best[1],) * p.ignore_eos) for p in DRAWS]
+    for _ in range(1 if kernels.slow else 30):
+        draws = [draw for s in samplers if (draw := s.draw())]
+        found = chosen(kernels, x, draws, 0.5)
+        half = x * np.float32(0.5)
+        assert [c.token for c in found] == [s.sample(row) for s, row in zip(samplers, half, strict=True)]
+        assert [c.digest for c in found] == [reference.logits_digest(row) for row in half]
+        assert all(c.odd is None for c in found)
+    assert found[1].token != best[1]
+
+
+@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_logit_that_is_no_number_is_found(kernels: Kernels, odd: float) -> None:
+    x = normal(1, 2, 100)
+    x[0, [80, 70]] = odd
+    first, second = chosen(kernels, x, [TokenDraw(1, 1.0, 0.0, 1.0, 0.0, (70,))] * 2)
+    assert first.token == 70 and first.odd is not None and str(first.odd) in (str(odd), "nan", "-nan")
+    assert second.odd is None and second.token == x[1].argmax()
 
 
 def test_softcap(kernels: Kernels) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +27,8 @@ from thermocline.ops.interface import (
     BoundFFN,
     BoundMixer,
     BoundPerLayer,
+    Chooser,
+    ChoosingStep,
     F,
     FFNStats,
     H,
@@ -42,6 +44,7 @@ from thermocline.ops.interface import (
     ResidualStream,
     S,
     StepHandle,
+    TokenDraw,
     Weights,
     opaque,
 )
@@ -70,6 +73,7 @@ class Model:
     mixers: tuple[BoundMixer | None, ...]
     ffn: tuple[BoundFFN | None, ...]
     per_layer: tuple[BoundPerLayer, ...] = ()  # of a model whose tokens bring something to each layer
+    chooser: Chooser | None = None  # where logits need not be brought to RAM for that
 
 
 def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, M, P, L]) -> Model:
@@ -84,7 +88,8 @@ def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, M, P, L]) -> Mo
     mixers = (None if x.mixer is None else table.bind_mixer(spec, x) for x in layers)
     ffns = (table.bind_ffn(spec, x) if x.experts else None for x in layers)
     own = tuple(table.bind_per_layer(spec, x) for x in layers if x.per_layer is not None)
-    return Model(spec, weights, tuple(attention), tuple(mixers), tuple(ffns), own)
+    chooser = table.chooser(spec, weights)
+    return Model(spec, weights, tuple(attention), tuple(mixers), tuple(ffns), own, chooser)
 
 
 @functools.lru_cache(maxsize=8)
@@ -173,6 +178,24 @@ def forward(
     kept = Kept(kv, states, steps, _given(model, x, batch, table))
     body = partial(_layers, model, kept, table, sparsity, stats)
     return _scaled(model.spec, table.run(x, batch.logit_rows, sparsity, stats, body))
+
+
+def begin(
+    model: Model,
+    kv: KVCache,
+    batch: Batch,
+    draws: Sequence[TokenDraw],
+    ops: OpaqueOps,
+    *,
+    sparsity: str,
+    stats: FFNStats,
+    states: States = NO_STATES,
+) -> ChoosingStep:
+    """Begin a step of one token for each sequence, as `forward`; `draws` say how the next ones are chosen."""
+    assert model.chooser is not None
+    kept = Kept(kv, states, _steps(model.spec, batch, kv, ops), None)
+    body = partial(_layers, model, kept, ops, sparsity, stats)
+    return model.chooser.begin(batch, draws, sparsity, stats, body)
 
 
 def _layers(

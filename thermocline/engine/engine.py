@@ -5,6 +5,8 @@ Owns scheduling. `llm.py` is the public way in.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 import zlib
 from collections import deque
@@ -15,20 +17,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thermocline.engine.decoder import NO_STATES, bind, for_context, forward
+from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forward
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
-from thermocline.engine.state_pool import StatePool, states_in_ram
+from thermocline.engine.state_pool import CHECKPOINTS, StatePool, states_in_ram
 from thermocline.engine.traffic import Traffic
-from thermocline.errors import BadFile, IOFailure, ThermoclineError
+from thermocline.errors import BadFile, DeviceFailure, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import (
     F32,
     A,
     Batch,
+    ChoosingStep,
+    ChosenToken,
     DiskCounts,
     F,
     FFNStats,
@@ -41,6 +45,7 @@ from thermocline.ops.interface import (
     Weights,
     opaque,
 )
+from thermocline.ops.reference import logits_digest
 
 if TYPE_CHECKING:
     from thermocline.text.grammar import Constraint
@@ -68,6 +73,20 @@ class StepSpan:
         if self.request.scored and self.start < self.request.n_prompt:
             return self.stop - self.start
         return int(self.stop == len(self.request.ids))
+
+
+@dataclass(frozen=True)
+class BegunStep:
+    """A step of answers that is queued."""
+
+    spans: list[StepSpan]
+    step: ChoosingStep
+    stats: FFNStats
+
+    def of(self, spans: list[StepSpan]) -> bool:
+        """Return whether these are the requests and positions that it computes."""
+        pairs = itertools.zip_longest(self.spans, spans)
+        return all(a and b and a.request is b.request and a.start == b.start for a, b in pairs)
 
 
 # ---- the engine
@@ -149,6 +168,7 @@ class Engine:
         self.watch: ActivityMeter | None = None  # gets what answers' steps did, while there is one
         self.stats = FFNStats()  # the present step's: they grow with each layer, where the ops know it
         self.computing = False  # in `forward`: an exception there costs the step and nothing else
+        self._ahead: BegunStep | None = None  # of those who answer, after the tokens that come next
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -195,15 +215,12 @@ class Engine:
     def _run(self, spans: list[StepSpan]) -> None:
         begin, answering = self._clock(), self._answering()
         before = self._disk() if self._disk is not None else None
-        logits, stats = self._forward(spans)
+        found, stats = self._compute(spans)
         read_bytes = self._account(spans, stats, before)
         prompts = sum(s.stop - s.start for s in spans if s.start < s.request.n_prompt)
         self._prompt_tokens += prompts
-        at = 0
-        for span in spans:
-            rows = logits[at : at + span.wanted]
-            at += len(rows)
-            if len(rows):
+        for span, rows in zip(spans, found, strict=True):
+            if span.wanted:
                 self._emit(span, rows)
         if not prompts:
             self.pace.answered(seconds := self._clock() - begin)
@@ -347,7 +364,60 @@ class Engine:
 
     # -- forward
 
-    def _forward(self, spans: list[StepSpan]) -> tuple[F32, FFNStats]:
+    def _compute(self, spans: list[StepSpan]) -> tuple[Sequence[F32 | ChosenToken], FFNStats]:
+        """Return each span's logits, or the token that was chosen where they are; and the step's work."""
+        self.computing = True
+        try:
+            found, stats = self._chosen(spans) or self._forward(spans)
+        finally:
+            self.computing = False
+        for s in spans:
+            s.request.computed = s.stop
+            self.kv.seal(s.request.table, s.request.ids, s.stop, s.request.n_prompt)
+        return found, stats
+
+    def _chosen(self, spans: list[StepSpan]) -> tuple[Sequence[ChosenToken], FFNStats] | None:
+        """Compute a step whose tokens the ops choose, and begin the next one before they are looked at.
+
+        None: nothing is done yet. A step that was begun and is not the next one is given up: nobody asks it
+        for its tokens, so it never was.
+        """
+        ahead, self._ahead = self._ahead, None
+        now = ahead if ahead is not None and ahead.of(spans) else self._begun(spans)
+        if now is None:
+            return None
+        self.stats = now.stats
+        if self._goes_on(spans):
+            with contextlib.suppress(DeviceFailure):  # if it stays, the step meets it in its turn
+                self._ahead = self._begun([StepSpan(s.request, s.stop, s.stop + 1) for s in spans], now.step)
+        return now.step.choices(), now.stats
+
+    def _begun(self, spans: list[StepSpan], after: ChoosingStep | None = None) -> BegunStep | None:
+        """Begin a step of answers, if its tokens can be chosen where their logits are."""
+        if self.model.chooser is None or any(s.start < s.request.n_prompt for s in spans):
+            return None
+        if self._disk is not None or self._begin_step is not None:
+            return None  # what is read from disk is decided before each step
+        draws = [draw for s in spans if (draw := s.request.sampler.draw(later=int(after is not None)))]
+        if len(draws) < len(spans):
+            return None
+        stats = FFNStats() if self.watch is None else self.watch.counting()
+        states = NO_STATES if self.kv.states is None else self.kv.states.layers
+        batch = self._batch(spans, after)
+        step = begin(
+            self.model, self.kv, batch, draws, self.ops, sparsity=self.sparsity, stats=stats, states=states
+        )
+        return BegunStep(spans, step, stats)
+
+    def _goes_on(self, spans: list[StepSpan]) -> bool:
+        """Return whether the next step is of the same answers, unless a token to come ends one."""
+        alone = len(spans) == len(self.running)  # no prompt comes between
+        short = any(len(s.request.ids) + 1 - s.request.n_prompt >= s.request.limit for s in spans)
+        states = self.kv.states
+        room = states is None or states.available >= len(spans) + CHECKPOINTS // 2  # the others stay
+        return alone and not short and room and self.prefill_chunk > 1  # as windows reserve blocks
+
+    def _forward(self, spans: list[StepSpan]) -> tuple[Sequence[F32], FFNStats]:
         self.stats = stats = FFNStats() if self.watch is None else self.watch.counting()
         batch = self._batch(spans)
         prompts = any(
@@ -357,29 +427,22 @@ class Engine:
         if self._begin_step is not None:
             self._begin_step(0 if prompts else len(spans))
         states = NO_STATES if self.kv.states is None else self.kv.states.layers
-        self.computing = True
-        try:
-            logits = forward(
-                self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats, states=states
-            )
-        finally:
-            self.computing = False
-        for s in spans:
-            s.request.computed = s.stop
-            self.kv.seal(s.request.table, s.request.ids, s.stop, s.request.n_prompt)
-        return logits, stats
+        logits = forward(self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats, states=states)
+        ends = itertools.accumulate(s.wanted for s in spans)
+        return [logits[end - s.wanted : end] for s, end in zip(spans, ends, strict=True)], stats
 
-    def _batch(self, spans: list[StepSpan]) -> Batch:
+    def _batch(self, spans: list[StepSpan], after: ChoosingStep | None = None) -> Batch:
         """Return the step's tokens, in few numpy calls: between kernels each takes 3 to 5 microseconds."""
         held = [s.request.table for s in spans]
         tables = self.kv.tables(held, [s.stop for s in spans])
-        state_from, state_to = self.kv.state_slots(held)
+        slots = self.kv.state_slots if after is None else self.kv.later_slots
+        state_from, state_to = slots(held)
         ids: list[int] = []
         positions: list[int] = []
         sequence: list[int] = []
         wanted: list[int] = []
         for i, s in enumerate(spans):
-            ids += s.request.ids[s.start : s.stop]
+            ids += s.request.ids[s.start : s.stop] if after is None else [0]
             positions += range(s.start, s.stop)
             sequence += [i] * (s.stop - s.start)
             wanted += range(len(ids) - s.wanted, len(ids))
@@ -392,6 +455,7 @@ class Engine:
             window_table=tables[-1],
             state_from=state_from,
             state_to=state_to,
+            after=after,
         )
 
     def _account(self, spans: list[StepSpan], stats: FFNStats, before: DiskCounts | None) -> float:
@@ -417,27 +481,31 @@ class Engine:
 
     # -- sample, emit
 
-    def _emit(self, span: StepSpan, rows: F32) -> None:
+    def _emit(self, span: StepSpan, found: F32 | ChosenToken) -> None:
         """Sample and emit for one request alone: an error, a bug's too, ends this request and no other."""
         request = span.request
         try:
-            if request.scored and span.start < request.n_prompt:
-                request.score(span.start, rows)
-            reason = self._answer(request, rows[-1]) if span.stop == len(request.ids) else None
+            if request.scored and span.start < request.n_prompt and not isinstance(found, ChosenToken):
+                request.score(span.start, found)
+            last = found if isinstance(found, ChosenToken) else found[-1]
+            reason = self._answer(request, last) if span.stop == len(request.ids) else None
         except Exception as error:
             request.error = error if isinstance(error, ThermoclineError) else _bug(error)
             reason = "cancelled"
         if reason is not None:
             self._finish(request, reason)
 
-    def _answer(self, request: Request, logits: F32) -> str | None:
+    def _answer(self, request: Request, found: F32 | ChosenToken) -> str | None:
         """Sample the request's next token, if it wants one. -> why the request ends here, if it does."""
         if request.limit == 0:
             request.first_s = self._clock()
             return "length"
-        token = request.sampler.sample(logits)
+        if isinstance(found, ChosenToken):
+            token, digest = request.sampler.accept(found), found.digest
+        else:
+            token, digest = request.sampler.sample(found), logits_digest(found)
         self._tokens += 1
-        request.digest = zlib.crc32(logits.data, request.digest)  # 0.02 ms for 32000; blake2b takes 0.1
+        request.digest = zlib.crc32(digest.to_bytes(4, "little"), request.digest)
         now = self._clock()
         if len(request.ids) == request.n_prompt:
             request.first_s = now
@@ -447,7 +515,8 @@ class Engine:
         request.ids.append(token)
         logprobs, asked = None, request.params.logprobs
         if asked is not None:
-            logprobs = TokenLogprobs.of(logits, token, asked)
+            assert not isinstance(found, ChosenToken), "its logits are wanted"
+            logprobs = TokenLogprobs.of(found, token, asked)
             request.logprobs.append(logprobs)
         text, reason = self._text_of(request, token)
         request.text.append(text)

@@ -42,6 +42,7 @@ class BlockTable:
     chain: bytes = ROOT  # names the tokens of the sealed blocks
     state: int = NONE  # the slot of recurrent layers' states after all computed positions
     next_state: int = NONE  # the slot that its next step writes
+    later_state: int = NONE  # the slot that the step after that writes, if it is begun before that has ended
     checkpoint: bytes = ROOT  # names its last state in the midst of an answer
 
 
@@ -316,6 +317,16 @@ class KVCache:
         read, written = [table.state for table in tables], [table.next_state for table in tables]
         return np.array(read, np.int32), np.array(written, np.int32)
 
+    def later_slots(self, tables: Sequence[BlockTable]) -> tuple[I32, I32] | tuple[None, None]:
+        """Return the slots that the step after that one reads and writes."""
+        if self.states is None:
+            return None, None
+        for table in tables:
+            if table.later_state == NONE:
+                table.later_state = self.states.take()
+        read, written = [table.next_state for table in tables], [table.later_state for table in tables]
+        return np.array(read, np.int32), np.array(written, np.int32)
+
     def seal(self, table: BlockTable, ids: list[int], computed: int, n_prompt: int = 0) -> None:
         """Publish the blocks that `computed` positions fill. Release those that no later position attends to.
 
@@ -331,7 +342,7 @@ class KVCache:
             pool.release_passed(held, computed)
         if self.states is not None:
             self.states.release(table.state)
-            table.state, table.next_state = table.next_state, NONE
+            table.state, table.next_state, table.later_state = table.next_state, table.later_state, NONE
             if table.sealed * self.block == computed:
                 self._check_in(self.states, table, computed, n_prompt)
 
@@ -348,10 +359,11 @@ class KVCache:
         for pool, held in zip(self.pools, table.held, strict=False):  # a table never opened holds nothing
             pool.close(held)
         if self.states is not None:
+            self.states.release(table.later_state)
             self.states.release(table.next_state)
             self.states.release(table.state)
         table.held, table.sealed, table.chain = [], 0, ROOT
-        table.state = table.next_state = NONE
+        table.state = table.next_state = table.later_state = NONE
         table.checkpoint = ROOT
 
     def check_integrity(self) -> None:

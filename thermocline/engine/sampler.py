@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import NumericalError, UsageError
-from thermocline.ops.interface import F32
+from thermocline.ops.interface import BANNED, CANDIDATES, F32, ChosenToken, TokenDraw
 from thermocline.text.grammar import Constraint, Grammar
 
 F64 = NDArray[np.float64]
@@ -116,10 +116,14 @@ def check_finite(logits: F32) -> None:
     """Raise NumericalError if a logit is NaN or infinite."""
     if not np.isfinite(logits).all():
         at = int(np.flatnonzero(~np.isfinite(logits))[0])
-        raise NumericalError(
-            f"the model's logits hold {logits[at]} (token {at}): its weights are damaged; "
-            "check the pack with `thermocline verify`"
-        )
+        raise _damaged(float(logits[at]), at)
+
+
+def _damaged(logit: float, token: int) -> NumericalError:
+    return NumericalError(
+        f"the model's logits hold {logit} (token {token}): its weights are damaged; "
+        "check the pack with `thermocline verify`"
+    )
 
 
 def largest(logits: F32, k: int) -> Ids:
@@ -256,6 +260,7 @@ class Sampler:
         self.params, self._constraint = params, constraint
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._rng = np.random.Generator(np.random.Philox(self.seed))
+        self._numbers: deque[float] = deque()  # drawn of it, and not used yet
         bias = {**params.logit_bias, **dict.fromkeys(banned, -math.inf)}
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         bounded = (b if b == -math.inf else min(max(b, -LARGEST), LARGEST) for b in bias.values())
@@ -264,6 +269,10 @@ class Sampler:
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self._window = params.repeat_last_n if penalised else 0
+        bans = bool(np.all(self._bias == -math.inf)) and len(bias) <= BANNED
+        few = params.temperature == 0 or 0 < params.top_k <= CANDIDATES
+        alone = bans and few and not self._window and constraint is None and params.logprobs is None
+        self._drawn = alone and vocab_size >= CANDIDATES + BANNED
         self._recent: deque[int] = deque()
         self._counts: Counter[int] = Counter()
         for token in prompt if self._window else ():
@@ -274,10 +283,40 @@ class Sampler:
         check_finite(logits)
         logits = self._adjusted(logits)
         token = self._draw(logits) if self.params.temperature > 0 else int(logits.argmax())
+        self._took(token)
+        return token
+
+    def draw(self, later: int = 0) -> TokenDraw | None:
+        """Return how the token after `later` others is chosen, if that takes nothing but its logits.
+
+        None: only `sample` can choose it.
+        """
+        if not self._drawn:
+            return None
+        p, banned = self.params, tuple(self._bias_ids.tolist())
+        if p.temperature == 0:
+            return TokenDraw(1, 1.0, 0.0, 1.0, 0.0, banned)
+        return TokenDraw(p.top_k, p.top_p, p.min_p, p.temperature, self._number(later), banned)
+
+    def accept(self, choice: ChosenToken) -> int:
+        """Take a token that was chosen as `draw()` said. NumericalError."""
+        if choice.odd is not None:
+            raise _damaged(choice.odd, choice.token)
+        self._took(choice.token)
+        return choice.token
+
+    def _took(self, token: int) -> None:
+        if self.params.temperature > 0:
+            self._numbers.popleft()
         self._remember(token)
         if self._constraint is not None:
             self._constraint.accept(token)
-        return token
+
+    def _number(self, later: int = 0) -> float:
+        """Return the random number of the token after `later` others. It stays the same until it is used."""
+        while len(self._numbers) <= later:
+            self._numbers.append(self._rng.random())
+        return self._numbers[later]
 
     @property
     def complete(self) -> bool:
@@ -286,7 +325,7 @@ class Sampler:
 
     def _draw(self, logits: F32) -> int:
         """Draw a token at the request's temperature. Each token takes one random number, whatever is kept."""
-        params, u = self.params, self._rng.random()
+        params, u = self.params, self._number()
         if params.top_k == params.min_p == 0 and params.top_p == 1:
             return reached(logits, params.temperature, u, "right")
         ids = kept(logits, params)

@@ -41,6 +41,7 @@ from thermocline.ops.interface import (
     Norm,
     ShortConv,
     WeightMatrix,
+    Weights,
     stacked,
 )
 
@@ -230,6 +231,9 @@ class CpuOps:
 
     def bring(self, given: F32) -> F32:
         return given
+
+    def chooser(self, spec: ModelSpec, weights: Weights) -> None:
+        """Return nothing: logits are in RAM."""
 
     def per_layer_add(self, x: F32, bound: _native.PerLayer, given: F32) -> None:
         self.native.per_layer_add(x, bound, given)

@@ -191,12 +191,11 @@ class Cuda:
 
         return replay
 
-    def wait(self, tasks: Sequence[Task]) -> None:
+    def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
         watch, begin = self._watch, time.monotonic()
         watch.begin(tasks)
         with self._failing():  # what a kernel did wrong shows here
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._main)
+            event: Any = self.mark() if mark is None else mark
             while not event.query():
                 if time.monotonic() - begin > SPIN_S:
                     watch.check()

@@ -78,8 +78,11 @@ class Device(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """-> what queues again all that `work` queues, which is not run now."""
 
-    def wait(self, tasks: Sequence[Task]) -> None:
-        """Until all that is queued has ended. DeviceFailure if it failed, or `tasks` are stuck."""
+    def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
+        """Until a mark is reached, or all that is queued has ended.
+
+        DeviceFailure if it failed, or `tasks` are stuck.
+        """
 
     def release(self) -> None:
         """Wait for all that is queued, and let the caller free what was registered. Raise nothing."""
@@ -151,6 +154,12 @@ class _Queue:
                 self.error = self.error or e
 
 
+class _Mark(threading.Event):
+    """Reached, with what a queue had met by then."""
+
+    error: BaseException | None = None
+
+
 Signals = dict[int, threading.Event]  # of one replay, by their numbers in the recording
 
 
@@ -215,8 +224,13 @@ class StandIn:
 
     def mark(self) -> object:
         assert self._recorded is None, "a mark is of one step alone"
-        reached = threading.Event()
-        self._put(lambda _: reached.set())
+        reached, queues = _Mark(), self._queues
+
+        def reach(_: Signals) -> None:
+            reached.error = next((q.error for q in queues if q.error is not None), None)
+            reached.set()
+
+        self._put(reach)
         return reached
 
     def after(self, mark: object) -> None:
@@ -243,17 +257,17 @@ class StandIn:
 
         return replay
 
-    def wait(self, tasks: Sequence[Task]) -> None:
-        ended = threading.Event()
+    def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
+        ended = self.mark() if mark is None else mark
+        assert isinstance(ended, _Mark)
         self._watch.begin(tasks)
-        self._queues[0].put(ended.set)
         while not ended.wait(0.05):
             self._watch.check()
         self._watch.end()
-        for queue in self._queues:
-            if queue.error is not None:
-                error, queue.error = queue.error, None
-                raise DeviceFailure(f"{self.name}: {error!r}") from error
+        if ended.error is not None:
+            for queue in self._queues:
+                queue.error = None
+            raise DeviceFailure(f"{self.name}: {ended.error!r}") from ended.error
 
     def release(self) -> None:
         with contextlib.suppress(DeviceFailure):  # it was said when it was met

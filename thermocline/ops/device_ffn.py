@@ -20,7 +20,13 @@ from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
 Pair = tuple[Tensor, Tensor]  # on the device and, where it has a twin, in RAM
-KINDS = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
+KINDS = {
+    "f32": torch.float32,
+    "i32": torch.int32,
+    "u8": torch.uint8,
+    "f64": torch.float64,
+    "i64": torch.int64,
+}
 
 
 def pairs_of(device: Device, made: Mapping[str, Buffer]) -> dict[str, Pair]:
@@ -31,6 +37,15 @@ def pairs_of(device: Device, made: Mapping[str, Buffer]) -> dict[str, Pair]:
         return there, device.pinned(b.shape, KINDS[b.kind]) if b.here else there
 
     return {name: pair(b) for name, b in made.items()}
+
+
+def further_twins(device: Device, made: Mapping[str, Buffer], pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """Return the buffers that have two twins in RAM, each with the second one."""
+    return {
+        name: (pairs[name][0], device.pinned(b.shape, KINDS[b.kind]))
+        for name, b in made.items()
+        if b.here == 2
+    }
 
 
 def parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
@@ -45,10 +60,14 @@ class PartQueue:
         self, device: Device, kernels: Kernels, spec: ModelSpec, pairs: Mapping[str, Pair], scratch: Scratch
     ) -> None:
         self.device, self.kernels, self.spec, self.scratch = device, kernels, spec, scratch
-        self.counts = pairs["counts"]
+        self._pairs = pairs
         self._hidden = [pairs[n][0] for n in ("gate", "up") if n in pairs]
         self._opened = pairs["opened"][0] if "opened" in pairs else None
         self._pieces = [pairs[name][0] for name in ("piece 0", "piece 1") if name in pairs]
+
+    @property
+    def counts(self) -> Pair:
+        return self._pairs["counts"]
 
     def begin(self) -> None:
         """Begin to count a step."""

@@ -98,8 +98,22 @@ class Scratch:
 class Kernels(Protocol):
     """The functions that ops queue on a GPU; `ops.kernels.torch_kernels` says what each computes."""
 
+    def embed(self, out: torch.Tensor, table: DeviceRows, ids: torch.Tensor, scale: float, /) -> None: ...
+
     def norm(
         self, out: torch.Tensor, x: torch.Tensor, weight: Vector, bias: Vector, eps: float, layer: bool, /
+    ) -> None: ...
+
+    def choose(
+        self,
+        ids: torch.Tensor,
+        chosen: torch.Tensor,
+        logits: torch.Tensor,
+        scale: float,
+        draws: torch.Tensor,
+        keys: torch.Tensor,
+        sums: torch.Tensor,
+        /,
     ) -> None: ...
 
     def add_normed(

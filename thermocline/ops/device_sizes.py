@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from thermocline.model.spec import AttentionShape, ModelSpec
+from thermocline.ops.interface import BANNED, CANDIDATES
 from thermocline.ops.interface import FEW as GUESSED
 
 FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
@@ -14,7 +15,8 @@ MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and 
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
 PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
 EXPERT_BYTES = 64 << 20  # likewise of whole experts: gate and up of one, or its down
-BYTES = {"f32": 4, "i32": 4, "u8": 1}
+KEYS = 1024  # that one program chooses candidates from
+BYTES = {"f32": 4, "i32": 4, "u8": 1, "f64": 8, "i64": 8}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,14 @@ class KernelSizes:
         asked = self.tokens * (self.rank + self.neurons) if self.rank else 0
         most: int = max(attention, down, up, asked)
         return 4 * most
+
+
+def choice_sizes(vocabulary: int) -> list[int]:
+    """Return the keys of a row that are left after each pass, until one program can take them all."""
+    sizes = [CANDIDATES * -(-vocabulary // KEYS)]
+    while sizes[-1] > KEYS:
+        sizes.append(CANDIDATES * -(-sizes[-1] // KEYS))
+    return sizes
 
 
 def span_of(tokens: int) -> int:
@@ -74,7 +84,7 @@ class StepLimits:
 class Buffer:
     shape: tuple[int, ...]
     kind: str = "f32"  # of BYTES
-    here: bool = True  # has a twin in RAM, to be copied from or to
+    here: int = 1  # twins in RAM, to be copied from or to; two: of steps that take them in turns
 
     @property
     def nbytes(self) -> int:
@@ -87,50 +97,64 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     marks = Buffer((GUESSED * -(-spec.ffn_dim // 8),), "u8")
     made = {f"stream {i}": stream for i in range(STREAMS)}
     made |= {name: stream for name in ("normed", "sum", "cold")}
-    made |= {name: Buffer((s.tokens, n), here=False) for name, n in _attention(spec).items()}
+    made |= {name: Buffer((s.tokens, n), here=0) for name, n in _attention(spec).items()}
     always = s.tokens * max(spec.shared_dim, spec.dense_dim)
-    made["gate"] = Buffer((max(_activations(spec, s), always),), here=False)
+    made["gate"] = Buffer((max(_activations(spec, s), always),), here=0)
     if not spec.sparse or spec.shared_dim:
         # Experts have theirs in scratch, or in registers.
-        made["up"] = Buffer((always,), here=False) if spec.sparse or spec.n_experts > 1 else made["gate"]
+        made["up"] = Buffer((always,), here=0) if spec.sparse or spec.n_experts > 1 else made["gate"]
     if spec.shared_gate:
-        made["opened"] = Buffer((s.tokens, 1), here=False)
+        made["opened"] = Buffer((s.tokens, 1), here=0)
     if spec.shared_norms or spec.router_input == "own_norm":
         # What a router reads; of the shared FFN its input, of both halves the sum.
-        made["aside"] = replace(stream, here=False)
+        made["aside"] = replace(stream, here=0)
     if spec.n_experts > 1:
         routes = Buffer((s.tokens, spec.n_experts))
-        made |= {"routed": replace(routes, here=False), "weights": routes}
+        made |= {"routed": replace(routes, here=0), "weights": routes}
         if not spec.sparse:
             made["parted"] = made["routed"]  # shares of experts here, then of those in RAM
-    made |= {name: Buffer((s.tokens, n), here=False) for name, n in _mixers(spec).items()}
+    made |= {name: Buffer((s.tokens, n), here=0) for name, n in _mixers(spec).items()}
     if spec.recurrent is not None:
-        made["runs"] = Buffer((s.sequences, 4), "i32")
+        made["runs"] = Buffer((s.sequences, 4), "i32", here=2)
     if spec.per_layer_dim:
         made["given"] = Buffer((spec.n_layers, s.tokens, spec.per_layer_dim))
-        made["let in"] = Buffer((s.tokens, spec.per_layer_dim), here=False)
-    made["named"] = Buffer(marks.shape, "u8", here=gpus > 1)
+        made["let in"] = Buffer((s.tokens, spec.per_layer_dim), here=0)
+    made["named"] = Buffer(marks.shape, "u8", here=int(gpus > 1))
     if gpus > 1:
-        made["returned"] = replace(stream, here=False)  # another GPU's sum
+        made["returned"] = replace(stream, here=0)  # another GPU's sum
     made["named cold"] = marks
-    made["counts"] = Buffer((4,), "i32")
+    made["counts"] = Buffer((4,), "i32", here=2)
     made["rows"] = Buffer((s.sequences,), "i32")
     made["logits"] = Buffer((s.sequences, spec.vocab_size))
+    made |= _choices(spec, s)
     # Layers without attention share the step of those without a window.
     kinds = {
         (None if spec.attention(i) is None else spec.window(i), spec.turns(i)) for i in range(spec.n_layers)
     }
     for window in sorted({window for window, _ in kinds}, key=str):
-        made |= {f"{name} {window}": Buffer((s.tokens,), "i32") for name in ("positions", "sequence")}
-        made[f"table {window}"] = Buffer((s.sequences, s.blocks), "i32")
+        row = Buffer((s.tokens,), "i32", here=2)
+        made |= {f"{name} {window}": row for name in ("positions", "sequence")}
+        made[f"table {window}"] = Buffer((s.sequences, s.blocks), "i32", here=2)
         if (window, True) in kinds:
             head_dim = (spec.full_head_dim if window is None else 0) or spec.head_dim
-            turned = Buffer((s.tokens, (spec.rotary_dim or head_dim) // 2))
+            turned = Buffer((s.tokens, (spec.rotary_dim or head_dim) // 2), here=2)
             made |= {f"{name} {window}": turned for name in ("cos", "sin")}
     if size := piece_bytes(spec):
-        made |= {f"piece {i}": Buffer((size,), "u8", here=False) for i in range(2)}
-    made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=False)
+        made |= {f"piece {i}": Buffer((size,), "u8", here=0) for i in range(2)}
+    made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=0)
     return made
+
+
+def _choices(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:
+    """Return what chooses tokens where logits are: how, the tokens, and keys and sums between passes."""
+    n, sizes = s.sequences, choice_sizes(spec.vocab_size)
+    return {
+        "ids": Buffer((n,), "i32", here=2),
+        "draws": Buffer((n, 5 + BANNED), "f64", here=2),
+        "chosen": Buffer((n, 3), "i32", here=2),
+        "keys": Buffer((n * sum(sizes),), "i64", here=0),
+        "digests": Buffer((n * sizes[0] // CANDIDATES,), "i32", here=0),
+    }
 
 
 def piece_bytes(spec: ModelSpec) -> int:
@@ -175,11 +199,11 @@ def _mixers(spec: ModelSpec) -> dict[str, int]:
 def side_buffers(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:
     """Return all that `GpuOps` makes on another GPU than the first, which has neurons alone."""
     first = buffers(spec, s)
-    made = {name: replace(first[name], here=False) for name in ("normed", "named")}
+    made = {name: replace(first[name], here=0) for name in ("normed", "named")}
     others = ("weights", "gate") if spec.sparse else ("weights", "gate", "up")
-    made |= {name: replace(first[name], here=False) for name in others if name in first}
-    made |= {name: first[name] for name in ("sum", "counts")}
-    made["scratch"] = Buffer((side_sizes(spec, s).scratch_bytes // 4,), here=False)
+    made |= {name: replace(first[name], here=0) for name in others if name in first}
+    made |= {name: replace(first[name], here=1) for name in ("sum", "counts")}
+    made["scratch"] = Buffer((side_sizes(spec, s).scratch_bytes // 4,), here=0)
     return made
 
 
@@ -208,4 +232,4 @@ def _there(made: dict[str, Buffer]) -> int:
 
 
 def _here(made: dict[str, Buffer]) -> int:
-    return sum(b.nbytes for b in made.values() if b.here)
+    return sum(b.nbytes * b.here for b in made.values())

@@ -13,19 +13,28 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import _native
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ModelSpec
-from thermocline.ops import device_sizes
+from thermocline.ops import choosing, device_sizes
+from thermocline.ops.choosing import DeviceChooser
 from thermocline.ops.cpu import CpuOps, disk_error
-from thermocline.ops.device import Device
-from thermocline.ops.device_ffn import Handed, Pair, PartQueue, SideGpu, pairs_of, parts
+from thermocline.ops.device_ffn import (
+    Handed,
+    Pair,
+    PartQueue,
+    SideGpu,
+    further_twins,
+    pairs_of,
+    parts,
+)
 from thermocline.ops.device_layers import (
     Binder,
     DeviceAttention,
@@ -52,16 +61,19 @@ from thermocline.ops.interface import (
     Layer,
     Linear,
     WeightMatrix,
+    Weights,
 )
 from thermocline.ops.mixing.latent import LatentQueue
 from thermocline.ops.mixing.recurrent import MixerQueue
+
+if TYPE_CHECKING:
+    from thermocline.ops.device import Device
 
 BoundAttention = DeviceAttention | _native.Attention
 BoundMixer = DeviceMixer | _native.Mixer
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
 Half = Callable[[Tensor, bool], None]  # what becomes a tensor, or is added to it
 BoundPerLayer = DevicePerLayer | _native.PerLayer
-ProgramKey = tuple[int, int, str]  # tokens, logits, sparsity
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
 
 
@@ -112,13 +124,25 @@ class DeviceStep:
     slot: _native.StepSlot  # the same for those on the CPU
 
 
-@dataclass
+class ProgramKey(NamedTuple):
+    """Steps with the same key are one recording."""
+
+    tokens: int
+    logits: int
+    sparsity: str
+    chooses: bool = False  # tokens; else logits go to RAM
+    turn: int = 0
+
+
+@dataclass(eq=False)
 class Program:
     """The tasks that a step has queued, and its counts."""
 
     tasks: list[_native.HostTask] = field(default_factory=list)
     known: FFNStats = field(default_factory=FFNStats)  # what needs no looking
-    logits: Tensor | None = None  # in RAM
+    counts: list[Tensor] = field(default_factory=list)  # in RAM, of each device
+    logits: Tensor | None = None  # in RAM, or where they are chosen from
+    chooses: bool = False
     replay: Callable[[], None] | None = None
 
 
@@ -145,7 +169,11 @@ class GpuOps:
     ) -> None:
         device = devices[0]
         self.kernels, self.cpu, self.spec = kernels, cpu, spec
-        self._pairs = pairs_of(device, device_sizes.buffers(spec, limits, len(devices)))
+        made = device_sizes.buffers(spec, limits, len(devices))
+        self._pairs = pairs_of(device, made)
+        second = further_twins(device, made, self._pairs)
+        self._twins = {name: self._pairs[name] for name in second}, second
+        self._turn = 0
         self.streams = [self._pairs[f"stream {i}"] for i in range(STREAMS)]
         self.free: list[int] = []  # a heap
         self._normed, self._sum, self._cold = (self._pairs[n] for n in ("normed", "sum", "cold"))
@@ -158,13 +186,13 @@ class GpuOps:
         self._mixers = MixerQueue(self._queue, spec, self._pairs)
         self._side = tuple(SideGpu(d, kernels, spec, limits) for d in devices[1:])
         self.send_from = send_from
-        self._slots: dict[tuple[int | None, bool], _native.StepSlot] = {}
+        self._slots: dict[tuple[int | None, bool, int], _native.StepSlot] = {}
         self._binder = Binder(devices, cpu, spec)
         self._programs: dict[ProgramKey, Program | None] = {}
         self._now = Program()
-        self._under_way: Program | None = None
+        self._under_way: list[Program] = []
         self._task: _native.HostTask | None = None
-        self._slot = _native.StepSlot()
+        self._own_slots = _native.StepSlot(), _native.StepSlot()
 
     @property
     def device(self) -> Device:
@@ -197,6 +225,9 @@ class GpuOps:
     def bind_mixer(self, spec: ModelSpec, layer: Layer) -> BoundMixer:
         return self._binder.mixer(spec, layer)
 
+    def chooser(self, spec: ModelSpec, weights: Weights) -> DeviceChooser | None:
+        return choosing.chooser(self, spec, weights)
+
     def _vector(self, v: F32 | None) -> Vector:
         return self._binder.vector(v)
 
@@ -206,7 +237,9 @@ class GpuOps:
         self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
     ) -> DeviceStep:
         """The batch's places, sent to where every step has them."""
-        self._settle()
+        after = cast("choosing.QueuedStep | None", batch.after)
+        self._settle(keep=None if after is None else after.program)
+        self._take_turn(0 if after is None else 1 - after.turn)
         table, n = batch.table(window), len(batch.ids)
         given = {
             "positions": batch.positions,
@@ -226,12 +259,12 @@ class GpuOps:
             part.copy_(torch.from_numpy(np.ascontiguousarray(array)))
             self.device.copy(there[:rows], here[:rows])
             sent[name] = there if name == "table" else there[:n]  # all of it: as wide in every step
-        slot = self._slots.setdefault((window, cos is not None), _native.StepSlot())
+        slot = self._slots.setdefault((window, cos is not None, self._turn), _native.StepSlot())
         if cos is None:
             self._mixers.begin(batch)
         step = self.cpu.step(batch, block, cos, sin, window)
         slot.set(step)
-        self._slot.set(step)
+        self._own_slots[self._turn].set(step)
         return DeviceStep(**sent, slot=slot)  # type: ignore[arg-type]
 
     def run(
@@ -246,9 +279,9 @@ class GpuOps:
 
         (At the first one kernels are compiled, which cannot be recorded.)
         """
-        tokens, key = len(x), (len(x), len(rows), sparsity)
+        tokens = len(x)
         self._settle()
-        self.free, self._task = list(range(STREAMS)), None
+        self._take_turn(0)
         self.streams[0][1][:tokens].copy_(torch.from_numpy(x))
         self._rows[1][: len(rows)].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
         self.device.copy(self._rows[0], self._rows[1])
@@ -256,39 +289,88 @@ class GpuOps:
         def work() -> None:
             self._body(Hidden(self, tokens, on_device=False), rows, body)
 
-        recorded = tokens <= RECORDED and not self._side
-        if not recorded or key not in self._programs:
-            program = self._now = self._under_way = Program()  # also where `work` is broken off half-way
-            work()
-            if recorded:
-                self._programs[key] = None
-        else:
-            known = self._programs[key]
-            program = self._record(work) if known is None else known
-            self._programs[key] = program
-            assert program.replay is not None
-            self._under_way = program
-            program.replay()
-        self._wait(program)
-        self._under_way = None
-        self._tell(program, stats)
+        program = self.queue(ProgramKey(tokens, len(rows), sparsity), work)
+        self.device.wait(program.tasks)
+        for side in self._side:
+            side.device.wait([])
+        self.ended(program, stats)
         assert program.logits is not None
         logits: F32 = program.logits.numpy().copy()
         return logits
 
-    def _settle(self) -> None:
-        """A step that was given up, as by Ctrl-C, ends before its buffers are written to."""
-        if self._under_way is not None:
-            self._wait(self._under_way)
-            for task in self._under_way.tasks:
-                with contextlib.suppress(Exception):  # what it met is nobody's any more
-                    task.take()
-            self._under_way = None
+    def queue(self, key: ProgramKey, work: Callable[[], None]) -> Program:
+        """Queue what `work` does, recorded or as recorded before. It is under way until it has `ended`."""
+        self.free, self._task = list(range(STREAMS)), None
+        program = self._programs.get(key)
+        recorded = key.tokens <= RECORDED and not self._side
+        if recorded and program is None and key._replace(turn=0) in self._programs:
+            program = self._programs[key] = self._record(key, work)
+        if program is None:
+            program = self._now = Program(chooses=key.chooses)
+            self._under_way.append(program)  # also where `work` is broken off half-way
+            work()
+            if recorded:
+                self._programs[key._replace(turn=0)] = None
+        else:
+            assert program.replay is not None
+            self._under_way.append(program)
+            program.replay()
+        return program
 
-    def _wait(self, program: Program) -> None:
-        self.device.wait(program.tasks)
+    def ended(self, program: Program, stats: FFNStats) -> None:
+        """Take in a step that was waited for: its counts into `stats`; raise what a task of the CPU's met."""
+        self._under_way.remove(program)
+        self._tell(program, stats)
+
+    def _settle(self, keep: Program | None = None) -> None:
+        """A step that was given up, as by Ctrl-C, ends before its buffers are written to."""
+        given_up = [p for p in self._under_way if p is not keep]
+        if not given_up:
+            return
+        self.device.wait([task for p in self._under_way for task in p.tasks])
         for side in self._side:
             side.device.wait([])
+        for task in (task for p in given_up for task in p.tasks):
+            with contextlib.suppress(Exception):  # what it met is nobody's any more
+                task.take()
+        self._under_way = [p for p in self._under_way if p is keep]
+
+    def _take_turn(self, turn: int) -> None:
+        """Use these twins in RAM: those of the step before, if that is still under way, stay as they are."""
+        self._turn = turn
+        self._pairs.update(self._twins[turn])
+
+    @property
+    def several(self) -> bool:
+        """Whether further GPUs compute a part."""
+        return bool(self._side)
+
+    @property
+    def turn(self) -> int:
+        return self._turn
+
+    def send(self, name: str, array: NDArray[Any]) -> None:
+        there, here = (part[: len(array)] for part in self._pairs[name])
+        here.copy_(torch.from_numpy(array))
+        self.device.copy(there, here)
+
+    def choose(
+        self, tokens: int, sparsity: str, c: DeviceChooser, body: Callable[[Hidden, I32], Tensor]
+    ) -> tuple[Program, Tensor]:
+        """Queue a step whose tokens are `ids`, which become those that `draws` choose: in RAM, too, then."""
+        ids, draws = (self._pairs[name][0][:tokens] for name in ("ids", "draws"))
+        there, here = (part[:tokens] for part in self._pairs["chosen"])
+        between = [self._pairs[name][0] for name in ("keys", "digests")]
+
+        def work() -> None:
+            x = self._hidden_of(tokens)
+            self.device.run(self.kernels.embed, x.device, c.table, ids, c.embed_scale)
+            self._body(x, np.arange(tokens, dtype=np.int32), body)
+            logits = self._now.logits
+            self.device.run(self.kernels.choose, ids, there, logits, c.logit_scale, draws, *between)
+            self.device.copy(here, there)
+
+        return self.queue(ProgramKey(tokens, tokens, sparsity, True, self._turn), work), here
 
     @property
     def _queues(self) -> list[PartQueue]:
@@ -296,19 +378,20 @@ class GpuOps:
 
     @property
     def recorded(self) -> dict[ProgramKey, Program]:
-        """Steps that are replayed, by (tokens, logits, sparsity)."""
+        """Steps that are replayed."""
         return {key: p for key, p in self._programs.items() if p is not None}
 
     def forget(self) -> None:
         """Forget recordings: the next steps are queued anew, perhaps to another device."""
         self._programs.clear()
 
-    def _record(self, work: Callable[[], None]) -> Program:
-        program = self._now = Program()
+    def _record(self, key: ProgramKey, work: Callable[[], None]) -> Program:
+        program = self._now = Program(chooses=key.chooses)
         program.replay = self.device.record(work)
         return program
 
     def _body(self, x: Hidden, rows: I32, body: Callable[[Hidden, I32], Tensor]) -> None:
+        self._now.counts = [queue.counts[1] for queue in self._queues]
         for queue in self._queues:
             queue.begin()
         logits = body(x, rows)
@@ -320,8 +403,8 @@ class GpuOps:
     def _tell(self, program: Program, stats: FFNStats) -> None:
         """Add a step's counts to `stats`; raise what a task of the CPU's met."""
         stats += program.known
-        for queue in self._queues:
-            active, ups, gates, downs = queue.counts[1].tolist()
+        for counts in program.counts:
+            active, ups, gates, downs = counts.tolist()
             stats.active += active
             stats.rows += (ups if self.spec.gated else 0) + downs
             stats.predicted += gates
@@ -362,12 +445,14 @@ class GpuOps:
         return made
 
     def head(self, x: Hidden, rows: Linear, project: WeightMatrix | None) -> Tensor:
-        """Return the logits' place in RAM."""
+        """Return the logits' place: in RAM, unless tokens are chosen of them here."""
         assert project is None, "a session refuses such a model"
         there, here = (part[: x.tokens] for part in self._logits)
         if isinstance(rows.weight, DeviceRows):
             self._to_device(x)
             self._queue.times(there, DeviceLinear(rows.weight, self._vector(rows.bias)), x.device)
+            if self._now.chooses:
+                return there
             self.device.copy(here, there)
         else:
             self._to_host(x)
@@ -719,7 +804,7 @@ class GpuOps:
         return self._task
 
     def _new_task(self) -> _native.HostTask:
-        made = _native.HostTask(self.cpu.native, self._slot)
+        made = _native.HostTask(self.cpu.native, self._own_slots[self._turn])
         self._now.tasks.append(made)
         return made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, Self, TypeVar, cast
@@ -338,6 +338,8 @@ class Batch:
     # and written to. No slot is both in one step.
     state_from: I32 | None = None  # [sequences]
     state_to: I32 | None = None  # [sequences]
+    # The step that chooses `ids`, which hold nothing yet: row r has the token of its row r.
+    after: ChoosingStep | None = field(default=None, kw_only=True)
 
     def table(self, window: int | None) -> I32:
         return self.block_table if window is None or self.window_table is None else self.window_table
@@ -454,6 +456,52 @@ class KVLayer:
         return _native.KVPages(self.k, values, k_type, v_type, s.heads, s.head_dim, s.block)
 
 
+# ---- tokens that are chosen where logits are computed
+
+CANDIDATES = 64  # of a row's logits, the most that its token is drawn from
+BANNED = 8  # tokens of a row, at most
+
+
+@dataclass(frozen=True)
+class TokenDraw:
+    """How a row's token is chosen from its logits alone; `engine.sampler` says what each filter keeps."""
+
+    top_k: int  # 1 to CANDIDATES; 1: greedy
+    top_p: float
+    min_p: float
+    temperature: float  # above 0
+    number: float  # random, in [0, 1)
+    banned: tuple[int, ...] = ()  # never chosen: BANNED at most
+
+
+class ChosenToken(NamedTuple):
+    token: int
+    digest: int  # `reference.logits_digest` of the row
+    odd: float | None = None  # a logit that is NaN or infinite, the first: `token`'s
+
+
+class ChoosingStep(Protocol):
+    """A step that is queued. Nothing of it is kept unless `choices` is called, and returns."""
+
+    def choices(self) -> list[ChosenToken]:
+        """Wait for the step; add its work to the statistics it began with. -> a choice for each row."""
+
+
+class Chooser(Protocol):
+    """Begins steps of one token for each sequence, whose next tokens are chosen where their logits are."""
+
+    def begin(
+        self,
+        batch: Batch,
+        draws: Sequence[TokenDraw],
+        sparsity: str,
+        stats: FFNStats,
+        body: Callable[[ResidualStream, I32], Logits],
+        /,
+    ) -> ChoosingStep:
+        """Queue a step of `batch`, whose `Ops.step`s were made. It may be `after` one that is under way."""
+
+
 # ---- the ops
 
 
@@ -506,6 +554,8 @@ class Ops(Protocol[H, S, A, F, M, P, L]):
         self, x: H, h: H, bound: F, sparsity: str, stats: FFNStats, /, *, shares: F32 | None
     ) -> None: ...
     def per_layer_add(self, x: H, bound: P, given: F32, /) -> None: ...
+    def chooser(self, spec: ModelSpec, weights: Weights, /) -> Chooser | None:
+        """Return what chooses tokens where logits are computed; None: logits are looked at in RAM."""
 
 
 StepHandle = NewType("StepHandle", object)

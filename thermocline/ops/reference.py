@@ -5,6 +5,7 @@ A matrix here is a float32 array [rows, cols] (decode a stored one with `quant.d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from thermocline.ops.interface import (
     ShortConv,
     Stacked,
     WeightMatrix,
+    Weights,
 )
 from thermocline.pack.predictor import LayerPredictor
 
@@ -602,6 +604,23 @@ def ffn_add(
 
 def bind_per_layer(spec: ModelSpec, layer: Layer) -> Bound:
     return Bound(spec, None, layer)
+
+
+def chooser(spec: ModelSpec, weights: Weights) -> None:
+    """Logits are in RAM."""
+
+
+def logits_digest(logits: F32) -> int:
+    """Return 32 bits of a row's bits, in whatever order they are added: sum of bits times odd weights."""
+    return int(np.multiply(logits.view(np.uint32), _weights(len(logits))).sum(dtype=np.uint32))
+
+
+@functools.lru_cache(maxsize=2)
+def _weights(n: int) -> NDArray[np.uint32]:
+    w = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    w ^= w >> np.uint32(16)
+    w *= np.uint32(0x85EBCA6B)
+    return w | np.uint32(1)
 
 
 def bring(given: F32) -> F32:

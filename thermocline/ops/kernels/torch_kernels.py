@@ -15,7 +15,7 @@ from thermocline.model.gguf_blocks import E2M1, IQ4
 from thermocline.model.spec import Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
-from thermocline.ops.interface import Heads
+from thermocline.ops.interface import CANDIDATES, Heads
 
 Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -468,6 +468,50 @@ def softcap(x: Tensor, cap: float) -> None:
 
 
 # ---- parts
+
+
+def choose(
+    ids: Tensor, chosen: Tensor, logits: Tensor, scale: float, draws: Tensor, keys: Tensor, sums: Tensor
+) -> None:
+    """Choose a token for each row of logits [B, vocabulary], which count times `scale`.
+
+    draws f64 [B, 5 + BANNED]: top k, top p, min p, temperature, random number; banned tokens, -1 is none.
+    ids i32 [B]: the tokens. chosen i32 [B, 3]: token, digest, 0; or, of the first logit that is NaN or
+    infinite, its token's complement, digest, its bits. keys i64, sums i32: for what lies between passes.
+
+    A key is a logit, and below it how early its token is: so keys are distinct, and their order is that of
+    the sampler. What is kept of the CANDIDATES largest is added up in f64.
+    """
+    x = logits * scale
+    bits, i = x.view(torch.int32).long(), torch.arange(x.shape[1], device=x.device)
+    digests = (bits * _digest_weights(i)).sum(1) & 0xFFFFFFFF
+    ordered = torch.where(x == 0, 0, bits)  # -0 as 0
+    ordered = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    banned = draws[:, 5:].long()
+    ordered = ordered.masked_fill((i[None, :, None] == banned[:, None, :]).any(2), -(1 << 31))
+    ordered = torch.where(torch.isfinite(x), ordered, 0x7FFFFFFF)
+    best = (ordered << 32 | 0x7FFFFFFF - i).topk(CANDIDATES, dim=1).values
+    token, high = 0x7FFFFFFF - (best & 0x7FFFFFFF), best >> 32
+    values = torch.where(high < 0, high ^ 0x7FFFFFFF, high).int().view(torch.float32).double()
+    top_k, top_p, min_p, temperature, number = draws[:, :5, None].unbind(1)
+    below, place = values - values[:, :1], torch.arange(CANDIDATES, device=x.device)
+    p = torch.exp(below).masked_fill(place >= top_k, 0)
+    kept = (place < top_k) & (p >= min_p)
+    reached = (p / p.sum(1, keepdim=True)).masked_fill(~kept, 0).cumsum(1)
+    kept &= (top_p == 1) | (place <= ((reached < top_p) & kept).sum(1, keepdim=True))
+    odds = torch.exp(below / temperature).masked_fill(~kept, 0).cumsum(1)
+    at = torch.minimum(odds <= number * odds[:, -1:], odds < odds[:, -1:]).sum(1, keepdim=True)
+    odd = high[:, :1] == 0x7FFFFFFF
+    at = at.masked_fill(odd, 0)
+    ids.copy_(token.gather(1, at)[:, 0])
+    chosen[:, 0] = torch.where(odd[:, 0], ~token[:, 0], ids)
+    chosen[:, 1] = (digests ^ 1 << 31) - (1 << 31)
+    chosen[:, 2] = torch.where(odd, bits.gather(1, token[:, :1]), 0)[:, 0]
+
+
+def _digest_weights(i: Tensor) -> Tensor:
+    w = i * 0x9E3779B1 & 0xFFFFFFFF
+    return ((w ^ w >> 16) * 0x85EBCA6B & 0xFFFFFFFF) | 1
 
 
 def _decode(w: Rows, data: Tensor) -> Tensor:

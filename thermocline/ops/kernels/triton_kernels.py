@@ -7,17 +7,19 @@ Sums have one order: two runs give equal bits.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from thermocline.model.spec import Recurrent, Router
+from thermocline.ops import device_sizes
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
-from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
-from thermocline.ops.interface import Heads
-from thermocline.ops.kernels import triton_latents, triton_prompts, triton_rows, triton_states, triton_tokens
+from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, choice_sizes, span_of, spans
+from thermocline.ops.interface import BANNED, CANDIDATES, Heads
+from thermocline.ops.kernels import triton_choice, triton_latents, triton_prompts, triton_rows, triton_states, triton_tokens
 from thermocline.ops.kernels.triton_stored import loader
 
 Tensor = torch.Tensor
@@ -429,6 +431,30 @@ def softcap(x: Tensor, cap: float) -> None:
 
 
 # ---- parts
+
+
+def choose(
+    ids: Tensor, chosen: Tensor, logits: Tensor, scale: float, draws: Tensor, keys: Tensor, sums: Tensor
+) -> None:
+    rows, n = logits.shape
+    pitch, sizes = logits.stride(0), choice_sizes(n)
+    fixed = {"WIDTH": draws.shape[1], "K": CANDIDATES}
+    parts = sizes[0] // CANDIDATES
+    grid, source = (rows, parts), (logits, draws, n, pitch, scale)
+    launch(triton_choice.candidates, grid, keys, sums, *source, **fixed, BANS=BANNED, C=device_sizes.KEYS)
+    for before, after in itertools.pairwise(sizes):
+        more, keys = keys, keys[rows * before :]
+        launch(
+            triton_choice.fewer,
+            (rows, after // CANDIDATES),
+            keys,
+            more,
+            before,
+            K=CANDIDATES,
+            C=device_sizes.KEYS,
+        )
+    found = (ids, chosen, keys, sums, logits, draws, sizes[-1], parts, pitch, scale)
+    launch(triton_choice.draw, (rows,), *found, **fixed, C=_power(sizes[-1]), S=_power(parts))
 
 
 def _norm(
