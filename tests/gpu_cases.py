@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from test_kernels import as_the_kernel_sees
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
 from thermocline.ops import reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
-from thermocline.ops.device_sizes import KernelSizes
+from thermocline.ops.device_sizes import FEW, KernelSizes
 from thermocline.ops.interface import F32, I32, Batch, Heads, KVShape
 
 SIZES = KernelSizes(tokens=130, dim=768, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
@@ -59,6 +60,11 @@ def nmse(got: F32, want: F32) -> float:
     power = float((want.astype(np.float64) ** 2).mean())
     off = float(((got.astype(np.float64) - want) ** 2).mean())
     return off / power if power else off
+
+
+def met(format: str, x: F32) -> F32:
+    """Tokens as a GPU's rows in this format meet them: few as the CPU's do, many as they are."""
+    return as_the_kernel_sees(format, x) if len(x) <= FEW else x
 
 
 def normal(seed: int, *shape: int) -> F32:

@@ -2,7 +2,8 @@
 
     python -P tests/gpu_compile.py sm_80,sm_90 1,16     # targets, numbers of tokens
 
-prints a line of JSON a kernel: registers, bytes spilled, shared memory, how wide its loads are.
+prints a line of JSON a kernel: registers, bytes spilled, shared memory, loads of weights by their bytes, the
+instructions of its longest inner loop.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> D
 
 
 def scratch(tokens: int) -> Scratch:
-    return Scratch.of(KernelSizes(tokens, DIM, NEURONS, 71, 512, PAGES * 32, 1024), "meta")
+    return Scratch.of(KernelSizes(tokens, DIM, NEURONS, 71, 512, PAGES * 32, 1024, 64 * 768), "meta")
 
 
 def of_rows(format: str, t: int) -> None:
@@ -78,7 +79,7 @@ def of_experts(format: str, t: int) -> None:
     ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, shares, counts, scratch(t))
     more = None, shares, counts, scratch(t), bias, 1.7, False
     ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, *more)
-    ops.down_experts(x, down, h, shares, True)
+    ops.down_experts(x, down, h, shares, True, scratch(t))
 
 
 def other_heads() -> list[tuple[Heads, int]]:
@@ -177,7 +178,9 @@ def source(kernel: Any, args: tuple[Any, ...], fixed: dict[str, Any]) -> ASTSour
     """As the launcher would specialise it."""
     signature, constants, aligned = {}, dict(fixed), {}
     for i, (name, given) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        if isinstance(given, torch.Tensor):
+        if kernel.params[i].is_constexpr:
+            constants[name], even = given, False
+        elif isinstance(given, torch.Tensor):
             signature[name], even = TYPES[given.dtype], given.storage_offset() * given.itemsize % 16 == 0
         elif given is None or (type(given) is int and given == 1):
             constants[name], even = given, False
@@ -190,31 +193,81 @@ def source(kernel: Any, args: tuple[Any, ...], fixed: dict[str, Any]) -> ASTSour
     return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
 
 
-def look(compiled: Any) -> dict[str, int]:
-    """What ptxas made of it."""
+WEIGHTS = "data", "gate", "up"  # arguments that point at stored rows
+
+
+def look(made: ASTSource, compiled: Any) -> dict[str, Any]:
+    """What ptxas made of it. "weights": loads of stored rows, by their bytes, as the PTX has them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         command: list[str] = [str(CUOBJDUMP), "-res-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(CUOBJDUMP), "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
     ptx = compiled.asm["ptx"]
     return {
         "registers": numbers["REG"],
         "spilled": numbers["STACK"] + numbers["LOCAL"],
         "shared": compiled.metadata.shared,
-        "wide_loads": len(re.findall(r"(?:ld\.global[.\w]*\.v4|cp\.async[.\w]* .*, 0x10)", ptx)),
-        "byte_loads": len(re.findall(r"ld\.global[.\w]*\.[bus]8 ", ptx)),
+        "weights": loads_of([i for i, name in enumerate(passed(made)) if name in WEIGHTS], ptx),
+        "loop": longest_loop(sass),
     }
+
+
+def passed(made: ASTSource) -> list[str]:
+    """The arguments that are no constants, as the PTX numbers them."""
+    return [name for name, kind in made.signature.items() if kind != "constexpr"]
+
+
+def loads_of(arguments: list[int], ptx: str) -> dict[int, int]:
+    """How many loads there are of what these arguments point at, by their bytes."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    known: set[str] = set()
+    sizes: dict[int, int] = {}
+    while True:
+        before, sizes = len(known), {}
+        for line in lines:
+            names = re.findall(r"%\w+", line.split("//")[0])
+            load = re.match(r"(?:@\S+ )?ld\.global[.\w]*?(?:\.v(\d))?\.[bus](\d+) ", line)
+            if load and names and names[-1] in known:
+                size = int(load[1] or 1) * int(load[2]) // 8
+                sizes[size] = sizes.get(size, 0) + 1
+            elif re.match(r"ld\.param", line):
+                if any(re.search(rf"_param_{i}\]", line) for i in arguments):
+                    known.add(names[0])
+            elif not load and re.match(r"(mov|add|mad|cvta|or|selp|mul)", line) and known & {*names[1:]}:
+                known.add(names[0])
+        if len(known) == before:
+            return sizes
+
+
+def longest_loop(sass: str) -> int:
+    """Instructions of the longest loop in which there is no other."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass, re.MULTILINE)
+    back = re.compile(r"\bBRA\S* (?:.*, )?0x([0-9a-f]+)")
+    jumps = [(int(to[1], 16), int(at, 16)) for at, said in lines if (to := back.search(said))]
+    loops = [(to, at) for to, at in jumps if to < at]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return max((sum(to <= int(at, 16) <= end for at, _ in lines) for to, end in inner), default=0)
 
 
 def kernels(tokens: list[int], formats: list[str]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Each launch of those calls, once: its name, what to compile, with which options."""
     seen: dict[str, tuple[Any, dict[str, Any]]] = {}
 
-    def launch(kernel: Any, grid: Any, *args: Any, warps: int = 4, stages: int = 2, **fixed: Any) -> None:
+    def launch(
+        kernel: Any,
+        grid: Any,
+        *args: Any,
+        warps: int = 4,
+        stages: int = 2,
+        registers: int | None = None,
+        **fixed: Any,
+    ) -> None:
         name = " ".join([kernel.fn.__name__, *(f"{k}={v}" for k, v in fixed.items())])
-        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, "maxnreg": registers}
         seen.setdefault(name, (source(kernel, args, fixed), options))
 
     ops.launch = launch
@@ -231,7 +284,12 @@ def main(targets: str, tokens: str, formats: str = ",".join(quant.FORMATS)) -> N
     for name, made, options in found:
         for target in targets.split(","):
             compiled = triton.compile(made, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
-            print(json.dumps({"kernel": name, "target": target, **look(compiled)}), flush=True)
+            print(
+                json.dumps(
+                    {"triton": triton.__version__, "kernel": name, "target": target, **look(made, compiled)}
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

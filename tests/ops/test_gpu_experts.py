@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import placements
 import pytest
-from gpu_cases import Kernels, normal, whole
+from gpu_cases import Kernels, met, normal, whole
 from test_experts_on_disk import packed
 from test_gpu import gpu_ops, logits, placed, stand_in
 from test_gpu_kernels import FORMATS, SOME, TABLES, kernels
@@ -71,8 +71,10 @@ def expert_case(
     def scaled(y: F32) -> F32:
         return y * np.repeat(shares, n, axis=1) if scales_input else y
 
-    a = activations.activate(scaled(reference.matmul(g, x, bias)), activation, 1.5, 1.7)
-    h = a * activations.up_factor(scaled(reference.matmul(u, x, up_bias)), activation, 1.5, False)
+    a = activations.activate(scaled(reference.matmul(g, met(format, x), bias)), activation, 1.5, 1.7)
+    h = a * activations.up_factor(
+        scaled(reference.matmul(u, met(format, x), up_bias)), activation, 1.5, False
+    )
     h = np.where(np.repeat(shares, n, axis=1) != 0, h, np.float32(0))
     want = h if scales_input else h * np.repeat(shares, n, axis=1)
     out, counts = kernels.filled(tokens, experts * n), kernels.put(np.zeros(4, np.int32))
@@ -84,8 +86,9 @@ def expert_case(
     assert counts.tolist()[2] == n * int((shares != 0).any(axis=0).sum())
     there = normal(8, tokens, dim)
     y = kernels.put(there) if add else kernels.filled(tokens, dim)
-    kernels.ops.down_experts(y, down, kernels.put(want), each, add)
-    answers = [want[:, e * n : (e + 1) * n] @ d[e * dim : (e + 1) * dim].T for e in range(experts)]
+    kernels.ops.down_experts(y, down, kernels.put(want), each, add, kernels.scratch())
+    seen = met(format, want)
+    answers = [seen[:, e * n : (e + 1) * n] @ d[e * dim : (e + 1) * dim].T for e in range(experts)]
     kernels.check(y, np.sum(answers, axis=0) + (there if add else 0 * there))
 
 
@@ -119,7 +122,7 @@ def test_experts_that_no_token_goes_to_do_not_matter(kernels: Kernels) -> None:
     rows, _ = kernels.rows("f32", d)
     h = normal(2, 2, 48) * np.repeat(shares != 0, 16, axis=1)
     out = kernels.filled(2, 8)
-    kernels.ops.down_experts(out, rows, kernels.put(h), kernels.put(shares), False)
+    kernels.ops.down_experts(out, rows, kernels.put(h), kernels.put(shares), False, kernels.scratch())
     kernels.check(out, h[:, :16] @ d[:8].T + h[:, 32:] @ d[16:].T)
 
 
@@ -129,10 +132,10 @@ def test_a_tokens_answer_does_not_depend_on_its_company(kernels: Kernels) -> Non
     shares = np.array([[0.5, 0, 0.5], [0, 1, 0], [0.25, 0.75, 0]], np.float32)
     h = normal(2, 3, 3 * 64) * np.repeat(shares, 64, axis=1)
     out, alone = kernels.filled(3, 32), kernels.filled(1, 32)
-    kernels.ops.down_experts(out, rows, kernels.put(h), kernels.put(shares), False)
+    kernels.ops.down_experts(out, rows, kernels.put(h), kernels.put(shares), False, kernels.scratch())
     for t in range(3):
         kernels.ops.down_experts(
-            alone, rows, kernels.put(h[t : t + 1]), kernels.put(shares[t : t + 1]), False
+            alone, rows, kernels.put(h[t : t + 1]), kernels.put(shares[t : t + 1]), False, kernels.scratch()
         )
         kernels.check(alone, out[t : t + 1].cpu().numpy())
 

@@ -15,7 +15,7 @@ import gpu_cases
 import numpy as np
 import pytest
 import torch
-from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal, whole
+from gpu_cases import Attention, Kernels, attention_case, columns, heads, met, normal, whole
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.engine.sampler import Sampler, SamplingParams
@@ -120,7 +120,34 @@ def test_a_matrix_product(kernels: Kernels, format: str, tokens: int) -> None:
             there = normal(4, tokens, rows)
             out = kernels.put(there) if add else kernels.filled(tokens, rows)
             kernels.ops.matmul(out, w, kernels.put(x), kernels.some(b), add, kernels.scratch())
-            kernels.check(out, reference.matmul(decoded, x, b) + (there if add else 0))
+            kernels.check(out, reference.matmul(decoded, met(format, x), b) + (there if add else 0))
+
+
+def test_tokens_in_int8_are_what_the_cpu_makes_of_them(kernels: Kernels) -> None:
+    """Bit for bit: ties go to the even number; blocks of nothing, of next to nothing, and with no number."""
+    x = normal(1, 3, 32 * 37)
+    x[0, :32], x[1, 32:64], x[2, 64:96] = 0, 1e-38, (np.arange(32) - 15.5) * 8
+    x[0, 96:128] = np.arange(32) + 0.5
+    x[0, 127] = 127  # so that the others are ties
+    x[1, 130], x[2, 200] = np.nan, -np.inf
+    blocks = x.reshape(3, 37, 32)
+    peak = np.abs(blocks).max(axis=2)
+    known = np.isfinite(peak)
+    inverse = np.where(
+        known & (peak > 1e-36), np.float32(127) / np.where(peak > 1e-36, peak, 1), np.float32(0)
+    )
+    q = np.rint(np.where(known[..., None], blocks, np.float32(0)) * inverse[..., None])
+    scales = np.where(known, peak / np.float32(127), np.float32(np.nan))
+    if kernels.ops is torch_kernels:
+        got, d = (t.cpu().numpy() for t in torch_kernels._as_bytes(kernels.put(x)))
+    else:
+        w, _ = kernels.rows("q4_0", normal(2, 1, 32 * 37))
+        given = kernels.ops._quantised(kernels.put(x), kernels.scratch(), w).cpu().numpy()
+        got, d = given[: q.size // 4].view(np.int8).reshape(q.shape), given[q.size // 4 :][: 3 * 37]
+        d, sums = d.view(np.float32).reshape(3, 37), given[-3 * 37 :].view(np.int16).reshape(3, 37, 2)
+        assert np.array_equal(sums, q.reshape(3, 37, 2, 16).sum(axis=3))
+    assert np.array_equal(got, q) and np.array_equal(d, scales, equal_nan=True)
+    assert np.isnan(scales).sum() == 2 and (q[0, 3, :4] == (0, 2, 2, 4)).all()
 
 
 def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -331,8 +358,9 @@ def expected_h(
     up_relu: bool,
     named: Any,
     weights: F32 | None,
+    x_up: F32 | None = None,
 ) -> tuple[F32, list[int]]:
-    """h and the counts, as `reference.ffn_add` computes them."""
+    """h and the counts, as `reference.ffn_add` computes them. x_up: what up meets, if not x."""
     a = activations.activate(reference.matmul(gate, x, bias), activation, 0.05)
     wanted = np.ones_like(a, bool) if named is None else np.broadcast_to(named.any(axis=0), a.shape)
     share = None if weights is None else np.repeat(weights, len(gate) // weights.shape[1], axis=1)
@@ -341,7 +369,7 @@ def expected_h(
     a = np.where(wanted, a, np.float32(0))
     opened = int((a != 0).any(axis=0).sum())
     if up is not None:
-        u = reference.matmul(up, x, None)
+        u = reference.matmul(up, x if x_up is None else x_up, None)
         a = a * (np.maximum(u, 0) if up_relu else u)
     counts = [(a != 0).sum(), opened, wanted.any(axis=0).sum(), (a != 0).any(axis=0).sum()]
     return a if share is None else a * share, [int(n) for n in counts]
@@ -366,7 +394,8 @@ def ffn_case(
     x = normal(3, tokens, dim) / np.float32(dim**0.5)
     bias = normal(4, n) - np.float32(1) if biased else None
     named = None if share is None else np.random.default_rng(5).random((tokens, n)) < share
-    want, numbers = expected_h(g, bias, u if gated else None, x, activation, up_relu, named, weights)
+    seen = met(format, x)
+    want, numbers = expected_h(g, bias, u if gated else None, seen, activation, up_relu, named, weights)
     h, counts = kernels.filled(tokens, n), kernels.put(np.array([1, 2, 3, 4], np.int32))
     # Both are parts of wider rows: of a divided layer's names, and of all experts' weights.
     wide = None if named is None else np.pad(packed(named), ((0, 0), (0, 3)), constant_values=0xFF)
@@ -551,8 +580,9 @@ def test_predictors_of_two_matrices(kernels: Kernels, tokens: int, relu: bool) -
         first, a = kernels.rows(format, normal(1, rank, dim))
         second, b = kernels.rows("q8_0", normal(2, n, rank))
         x = normal(3, tokens, dim)
-        code = x @ a.T
-        scores = np.asarray((np.maximum(code, 0) if relu else code) @ b.T, np.float32)
+        code = met(format, x) @ a.T
+        code = met("q8_0", np.maximum(code, 0) if relu else code)
+        scores = np.asarray(code @ b.T, np.float32)
         parts = first, second, relu, kernels.put(x)
         check_named(kernels, scores, 5, n, parts)
 

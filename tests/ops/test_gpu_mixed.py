@@ -8,7 +8,7 @@ import mixed
 import numpy as np
 import placements
 import pytest
-from gpu_cases import Kernels, normal
+from gpu_cases import Kernels, met, normal
 from test_gpu import gpu_ops, logits, stand_in
 from test_gpu_kernels import expected_h, kernels
 from test_options import TOKENS, nmse
@@ -37,7 +37,7 @@ def test_products_go_side_by_side(kernels: Kernels, tokens: int) -> None:
         w, decoded = kernels.rows(format, normal(i, rows, 64))
         here = slice(first, first + rows)
         kernels.ops.matmul(out[:, here], w, kernels.put(x), bias[here], False, kernels.scratch())
-        want[:, here] = reference.matmul(decoded, x, normal(9, 24)[here])
+        want[:, here] = reference.matmul(decoded, met(format, x), normal(9, 24)[here])
         first += rows
     got = out.cpu().numpy()
     assert np.array_equal(np.isnan(got), np.isnan(want)) and np.isnan(got).sum() == 3 * tokens
@@ -51,7 +51,8 @@ def test_gate_and_up_of_two_formats(kernels: Kernels, formats: tuple[str, str], 
     gate, g = kernels.rows(formats[0], normal(1, n, dim), pad=4)
     up, u = kernels.rows(formats[1], normal(2, n, dim), skip=4)
     x = normal(3, tokens, dim) / np.float32(dim**0.5)
-    want, _ = expected_h(g, None, u, x, "relu", False, None, None)
+    seen = [met(f, x) for f in formats]
+    want, _ = expected_h(g, None, u, seen[0], "relu", False, None, None, seen[1])
     h, counts = kernels.filled(tokens, n), kernels.put(np.zeros(4, np.int32))
     more = "relu", 0.0, False, None, None, counts, kernels.scratch()
     kernels.ops.gate_up(h, gate, None, up, kernels.put(x), *more)

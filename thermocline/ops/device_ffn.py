@@ -137,7 +137,7 @@ class PartQueue:
         each = [(p, weights)] if few else [(p.expert(e), weights[:, e : e + 1]) for e in range(p.experts)]
         for i, (one, shares) in enumerate(each):
             h = self._activations(one, normed, shares)
-            self.device.run(self.kernels.down_experts, y, one.down, h, shares, add or i > 0)
+            self.device.run(self.kernels.down_experts, y, one.down, h, shares, add or i > 0, self.scratch)
         self._answers(p, weights, y)
 
     def _activations(self, p: DevicePart, normed: Tensor, shares: Tensor) -> Tensor:
@@ -181,7 +181,8 @@ class PartQueue:
             here = replace(one, gate=replace(one.gate, weight=gate), up=up[0] if up else None)
             h = self._activations(here, normed, weights[:, e : e + 1])
             (down,) = next(sent)
-            self.device.run(self.kernels.down_experts, y, down, h, weights[:, e : e + 1], True)
+            shares = weights[:, e : e + 1]
+            self.device.run(self.kernels.down_experts, y, down, h, shares, True, self.scratch)
         self._answers(p, weights, y)
 
     def _sent(self, pieces: Sequence[Sequence[DeviceRows]]) -> Iterator[list[DeviceRows]]:

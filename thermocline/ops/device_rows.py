@@ -15,6 +15,7 @@ import torch
 from thermocline.model.quant import row_bytes
 from thermocline.model.spec import Recurrent, Router
 from thermocline.model.tensors import RowPart
+from thermocline.ops import device_sizes
 from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import Heads
 
@@ -91,8 +92,19 @@ class Scratch:
         size = 1
         for n in shape:
             size *= n
-        assert size <= self.floats.numel(), f"{shape} floats of scratch, made for {self.sizes}"
+        assert size <= self.sizes.floats, f"{shape} floats of scratch, made for {self.sizes}"
         return self.floats[:size].view(shape)
+
+    def quantised(self, tokens: int, columns: int) -> torch.Tensor:
+        """i32, flat, for tokens in int8; apart from what `take` gives.
+
+        columns / 4 words of each token, four columns in each; then of each token's blocks of 32 columns the
+        scale (f32); then the sums of their halves, two i16.
+        """
+        size = device_sizes.quantised_words(tokens, columns)
+        room = self.floats[self.sizes.floats :]
+        assert size <= room.numel(), f"{tokens} tokens of {columns} in int8, made for {self.sizes}"
+        return room[:size].view(torch.int32)
 
 
 class Kernels(Protocol):
@@ -268,7 +280,14 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def down_experts(
-        self, out: torch.Tensor, rows: DeviceRows, h: torch.Tensor, weights: torch.Tensor, add: bool, /
+        self,
+        out: torch.Tensor,
+        rows: DeviceRows,
+        h: torch.Tensor,
+        weights: torch.Tensor,
+        add: bool,
+        scratch: Scratch,
+        /,
     ) -> None: ...
 
     def route(

@@ -30,9 +30,16 @@ class KernelSizes:
     head_dim: int
     positions: int  # block table's width times the positions of a block
     rank: int = 0  # of predictors; 0: there are none, 1: of signs only
+    columns: int = 0  # of the widest input of a matrix, if that is none of these
 
     @property
     def scratch_bytes(self) -> int:
+        """Floats, and behind them inputs of few tokens in int8."""
+        widest = max(self.columns, self.dim, self.neurons, self.heads * self.head_dim, self.rank)
+        return 4 * (self.floats + quantised_words(min(self.tokens, FEW), widest))
+
+    @property
+    def floats(self) -> int:
         few = min(self.tokens, FEW)
         steps = {self.tokens, *range(few, self.tokens, FEW)}  # most tokens with spans of each length
         parts = max(tokens * spans(self.positions, tokens) for tokens in steps)
@@ -41,7 +48,12 @@ class KernelSizes:
         up = self.tokens * self.neurons if self.tokens > FEW else 0
         asked = self.tokens * (self.rank + self.neurons) if self.rank else 0
         most: int = max(attention, down, up, asked)
-        return 4 * most
+        return -(-most // 4) * 4  # what follows is aligned to 16 bytes
+
+
+def quantised_words(tokens: int, columns: int) -> int:
+    """Words of 4 bytes that tokens take in int8: of 32 columns 8, a scale and a sum."""
+    return tokens * -(-columns // 32) * 10
 
 
 def choice_sizes(vocabulary: int) -> list[int]:
@@ -77,7 +89,10 @@ class StepLimits:
 
     def sizes(self, spec: ModelSpec) -> KernelSizes:
         positions, head_dim = self.blocks * self.block, max((x.head_dim for x in spec.attentions), default=0)
-        return KernelSizes(self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, head_dim, positions, self.rank)
+        return KernelSizes(
+            *(self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, head_dim, positions, self.rank),
+            columns=_widest(spec),
+        )
 
 
 @dataclass(frozen=True)
@@ -163,6 +178,12 @@ def piece_bytes(spec: ModelSpec) -> int:
     if spec.sparse:
         return min(PIECE_BYTES, whole)
     return min(EXPERT_BYTES, whole) if spec.n_experts > 1 else 0
+
+
+def _widest(spec: ModelSpec) -> int:
+    """Count the columns of the widest input of a matrix."""
+    neurons = max(spec.ffn_dim * spec.n_experts, spec.shared_dim, spec.dense_dim)
+    return max(spec.dim, neurons, spec.per_layer_dim, *_attention(spec).values(), *_mixers(spec).values())
 
 
 def _attention(spec: ModelSpec) -> dict[str, int]:

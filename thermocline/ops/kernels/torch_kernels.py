@@ -15,6 +15,7 @@ from thermocline.model.gguf_blocks import E2M1, IQ4
 from thermocline.model.spec import Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
+from thermocline.ops.device_sizes import FEW
 from thermocline.ops.interface import CANDIDATES, Heads
 
 Tensor = torch.Tensor
@@ -43,7 +44,8 @@ def add_normed(
 def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
     """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
 
-    out may be some columns of a wider tensor.
+    out may be some columns of a wider tensor. Up to FEW tokens meet rows in blocks as the CPU's do, in int8
+    (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`; more are floats.
     """
     _put(out, _times(w, x, bias), add)
 
@@ -350,12 +352,13 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
 
 
-def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool) -> None:
+def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
     """out [B, dim] (+)= the sum over experts of h [B, experts * n] times their rows [experts * dim, n].
 
     Experts that weights [B, experts] has for no token are not read. One expert alone where B is above FEW.
     """
     experts, dim = weights.shape[1], out.shape[1]
+    h = _met(rows, h)
     y, needed = torch.zeros_like(out), (weights != 0).any(dim=0)
     for e, own in enumerate(h.view(len(h), experts, -1).unbind(dim=1)):
         w = _decode(rows, rows.data[e * dim : (e + 1) * dim])
@@ -611,8 +614,29 @@ def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    y = x @ _decode(w, w.data).T
+    y = _met(w, x) @ _decode(w, w.data).T
     return y if bias is None else y + bias
+
+
+def _met(w: Rows, x: Tensor) -> Tensor:
+    """Return x as these rows meet it."""
+    if w.format in PLAIN or len(x) > FEW:
+        return x
+    q, scales = _as_bytes(x)
+    return (q * scales[..., None]).view(x.shape)
+
+
+def _as_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, columns] in blocks of 32 -> integers from -127 to 127 f32 [B, blocks, 32], scales [B, blocks].
+
+    A block with an infinity or a NaN has a NaN for its scale. As the CPU's kernels do it (`x_quantize`).
+    """
+    blocks = x.reshape(len(x), -1, 32)
+    wrong = (blocks - blocks).sum(dim=2)
+    peak = torch.where(wrong == 0, blocks.abs().amax(dim=2), 0.0)
+    inverse = torch.where(peak > 1e-36, 127.0 / peak, 0.0)
+    q = torch.where((wrong == 0)[..., None], blocks * inverse[..., None], 0.0)
+    return q.round(), peak / 127.0 + wrong
 
 
 def _put(out: Tensor, y: Tensor, add: bool) -> None:

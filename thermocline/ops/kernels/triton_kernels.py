@@ -19,7 +19,15 @@ from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, choice_sizes, span_of, spans
 from thermocline.ops.interface import BANNED, CANDIDATES, Heads
-from thermocline.ops.kernels import triton_choice, triton_latents, triton_prompts, triton_rows, triton_states, triton_tokens
+from thermocline.ops.kernels import (
+    triton_bytes,
+    triton_choice,
+    triton_latents,
+    triton_prompts,
+    triton_rows,
+    triton_states,
+    triton_tokens,
+)
 from thermocline.ops.kernels.triton_stored import loader
 
 Tensor = torch.Tensor
@@ -28,6 +36,9 @@ ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
 DOT_SUMS = 64, 32  # of a thread, at most; second: where a stored number has several columns
 DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has on their way
+BYTE_ROWS = {1: 8, 2: 8, 4: 4, 8: 4, 16: 4}  # the same, of rows in blocks
+BYTE_WARPS = 4  # of a program: with 8 rows of q4_0, 4096 of them are 64 KiB on their way to an SM of an H100
+DOT_REGISTERS = 168, 255  # three programs of 4 warps an SM, or two: the second where sums of floats need it
 DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
 DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
 DOWN_WARPS = 4
@@ -51,10 +62,20 @@ class Shape(NamedTuple):
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **fixed: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    warps: int = 4,
+    stages: int = 2,
+    registers: int | None = None,
+    **fixed: Any,
 ) -> None:
-    """The one place that starts a kernel. Products and sums may be fused, whatever the default."""
-    kernel[grid](*args, **fixed, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    """The one place that starts a kernel. Products and sums may be fused, whatever the default.
+
+    registers: of a thread, at most. Where nothing is said, ptxas spills a few bytes to use fewer.
+    """
+    how = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+    kernel[grid](*args, **fixed, **how)
 
 
 def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
@@ -75,7 +96,7 @@ def add_normed(
 
 
 def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
-    _matmul(out, w, x, bias, add, False)
+    _matmul(out, w, x, bias, add, False, scratch)
 
 
 def rope_store(
@@ -318,20 +339,29 @@ def gate_up(
     how["SCALES"] = scales_input and weights is not None
     if t > FEW:
         ups = None if up is None else scratch.take(t, n)
-        _matmul(h, gate, x, gate_bias, False, False)
+        _matmul(h, gate, x, gate_bias, False, False, scratch)
         if up is not None and ups is not None:
-            _matmul(ups, up, x, up_bias, False, False)
+            _matmul(ups, up, x, up_bias, False, False, scratch)
         rows = 16
         args: tuple[Any, ...] = h, ups, named, weights, counts, n, width, t, each, pitch, bound, alpha
         launch(triton_tokens.gated, (_ceil(n, rows),), *args, **how, R=rows, T=64)
         return
-    rows, warps, fixed = _dots(gate, t)
+    rows, warps, fixed = _products(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
-    args = h, _at(gate), gate_bias, up_at, up_bias, x, named, weights, counts
+    quantised = _quantised(x, scratch, gate, *([] if up is None else [up]))
+    args = h, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
     args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
-    of_up = _dots(gate if up is None else up, t)[2]
+    of_up = _products(gate if up is None else up, t)[2]
     fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
-    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=warps, **fixed, **how)
+    launch(
+        triton_rows.gate_up_few,
+        (_ceil(n, rows),),
+        *args,
+        warps=warps,
+        registers=_registers(gate, t),
+        **fixed,
+        **how,
+    )
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -367,17 +397,20 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
 
 
-def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool) -> None:
+def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
     t, experts = weights.shape
     if t > FEW:
         assert experts == 1, "many tokens go through one expert after the other"
-        _matmul(out, rows, h, None, add, False)
+        _matmul(out, rows, h, None, add, False, scratch)
         return
     own = replace(rows, data=rows.data[: out.shape[1]])  # an expert's
-    at_once, warps, fixed = _dots(own, t)
-    args = out, _at(rows), h, weights, own.rows, own.columns, own.stride, t, experts, weights.stride(0)
+    at_once, warps, fixed = _products(own, t)
+    quantised, shape = _quantised(h, scratch, own), (own.rows, own.columns, own.stride)
+    args = out, _at(rows), h, quantised, weights, *shape, t, experts, weights.stride(0)
     grid = (_ceil(own.rows, at_once),)
-    launch(triton_rows.down_experts_few, grid, *args, warps=warps, ADD=add, **fixed)
+    launch(
+        triton_rows.down_experts_few, grid, *args, warps=warps, registers=_registers(own, t), ADD=add, **fixed
+    )
 
 
 def route(
@@ -420,9 +453,9 @@ def predict(
         launch(triton_tokens.signs, (t, _ceil(n, 16)), *args, **fixed)
     else:
         if first is not None:
-            _matmul(code, first, x, None, False, relu)
+            _matmul(code, first, x, None, False, relu, scratch)
             x = code
-        _matmul(scores, second, x, None, False, False)
+        _matmul(scores, second, x, None, False, False, scratch)
     launch(triton_tokens.name, (t, _ceil(n, 8 * 32)), named, scores, threshold, n, hot, C=32)
 
 
@@ -475,19 +508,44 @@ def _norm(
     launch(triton_tokens.norm, (len(x),), *args, warps=warps, **fixed)
 
 
-def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:
+def _quantised(x: Tensor, scratch: Scratch, *matrices: Rows) -> Tensor | None:
+    """Queue x [B, columns] in int8, where one of the matrices is in blocks: for all of its products."""
+    if all(loader(w.format).bits == 0 for w in matrices):
+        return None
+    assert x.is_contiguous()
+    t, width = len(x), x.shape[1] // 32
+    to, at_once = scratch.quantised(*x.shape), min(32, _power(width))
+    grid = t, _ceil(width, at_once)
+    launch(triton_bytes.quantise, grid, to, x, t, width, B=at_once)
+    return to
+
+
+def _matmul(
+    out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool, scratch: Scratch
+) -> None:
     assert x.is_contiguous() and out.stride(1) == 1
     t = len(x)
     fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
-    args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t, out.stride(0)
+    shape = w.rows, w.columns, w.stride
     if t <= FEW:
-        rows, warps, how = _dots(w, t)
-        launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=warps, **fixed, **how)
+        rows, warps, how = _products(w, t)
+        args: tuple[Any, ...] = out, _at(w), x, _quantised(x, scratch, w), bias, *shape, t, out.stride(0)
+        fixed["ALL"] = w.rows % rows == 0
+        launch(
+            triton_rows.matmul_few,
+            (_ceil(w.rows, rows),),
+            *args,
+            warps=warps,
+            registers=_registers(w, t),
+            **fixed,
+            **how,
+        )
     else:
         s, m = _shape(w), min(128, _power(t))
         g = min(32, MANY_COLUMNS // loader(w.format).planes) // s.v
         fixed |= {"FORMAT": w.format, "M": m, "N": 64, "G": g, "V": s.v}
         grid = _ceil(w.rows, 64), _ceil(t, m)
+        args = out, _at(w), x, bias, *shape, t, out.stride(0)
         launch(triton_rows.matmul_many, grid, *args, stages=3, warps=_warps(w, m), **fixed)
 
 
@@ -518,6 +576,24 @@ def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
     at_once = max(1, DOT_BYTES[b] // (v * how.size * max(1, how.planes // 2)))
     fixed = {"B": b, "R": rows, "G": s.g, "V": v, "U": at_once, "EVEN": w.columns % v == 0}
     return rows, s.warps, {"FORMAT": w.format, **fixed}
+
+
+def _products(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
+    """Return the same for quantised tokens, where w is in blocks: a thread has one of each row."""
+    if not loader(w.format).bits:
+        return _dots(w, tokens)
+    b, blocks = _power(tokens), w.columns // 32
+    rows, g = BYTE_ROWS[b], min(32 * BYTE_WARPS, _power(blocks))
+    while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
+        rows //= 2
+    floats = {"V": 0, "U": 1, "EVEN": True}  # means nothing here
+    fixed = {"FORMAT": w.format, "B": b, "R": rows, "G": g, **floats}
+    return rows, max(1, g // 32), fixed
+
+
+def _registers(w: Rows, tokens: int) -> int:
+    """Return the most registers of a thread in products with few tokens."""
+    return DOT_REGISTERS[not loader(w.format).bits and tokens > 4]
 
 
 def _warps(w: Rows, m: int) -> int:

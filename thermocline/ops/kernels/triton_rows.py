@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.kernels.triton_bytes import byte_dots
 from thermocline.ops.kernels.triton_stored import (
     behind,
     columns_of,
@@ -82,6 +83,25 @@ def dots(
 
 
 @triton.jit
+def products(
+    data, first, live, columns, x, q, tokens, pitch, begin,
+    STRIDE: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+    V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Tokens times R rows from number `first` on, where `live` [R]: [B, R].
+
+    Rows in blocks are multiplied by quantised tokens `q`, others by x. Of a token's `pitch` columns they are
+    those from `begin` on.
+    """
+    if kinds(FORMAT) > 1:
+        at = data + tl.cast(first, tl.int64) * STRIDE
+        return byte_dots(at, live, columns, q, begin // 32, tokens, pitch // 32, STRIDE, FORMAT, B, R, G)
+    else:
+        row = first + tl.arange(0, R)
+        return dots(data, row, live, STRIDE, columns, x + begin, tokens, pitch, FORMAT, B, R, G, V, U, EVEN)
+
+
+@triton.jit
 def all_parts(tensors):
     """Return the parts of each tensor of a tuple."""
     out = ()
@@ -104,13 +124,16 @@ def four(w, i: tl.constexpr, plane: tl.constexpr, nought, FORMAT: tl.constexpr):
 
 @triton.jit
 def matmul_few(
-    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
+    out, data, x, q, bias, rows, columns, stride: tl.constexpr, tokens, pitch,
+    ADD: tl.constexpr, RELU: tl.constexpr, ALL: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    b = tl.arange(0, B)[:, None]
-    y = dots(data, row, row < rows, stride, columns, x, tokens, columns, FORMAT, B, R, G, V, U, EVEN)
+    """ALL: rows are whole steps of R."""
+    first = tl.program_id(0) * R
+    row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
+    live = None if ALL and kinds(FORMAT) > 1 else row < rows
+    y = products(data, first, live, columns, x, q, tokens, columns, 0, stride, FORMAT, B, R, G, V, U, EVEN)
     ok = (b < tokens) & (row < rows)[None, :]
     to = out + b * pitch + row[None, :]
     if bias is not None:
@@ -124,8 +147,9 @@ def matmul_few(
 
 @triton.jit
 def gate_up_few(
-    h, gate, bias, up, up_bias, x, named, weights, counts,
-    n, columns, gate_stride, up_stride, named_stride, tokens, each, pitch, bound, alpha,
+    h, gate, bias, up, up_bias, x, q, named, weights, counts,
+    n, columns, gate_stride: tl.constexpr, up_stride: tl.constexpr, named_stride,
+    tokens, each, pitch, bound, alpha,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
@@ -137,8 +161,8 @@ def gate_up_few(
     gate and up.
     counts: four additions a program.
     """
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    b = tl.arange(0, B)[:, None]
+    first = tl.program_id(0) * R
+    row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     mine = (b < tokens) & (row < n)[None, :]
     wanted = row < n
     if named is not None:
@@ -150,7 +174,8 @@ def gate_up_few(
         going = mine & (share != 0)
     else:
         going = mine
-    y = dots(gate, row, wanted, gate_stride, columns, x, tokens, columns, FORMAT, B, R, G, V, U, EVEN)
+    y = products(gate, first, wanted, columns, x, q, tokens, columns, 0, gate_stride,
+                 FORMAT, B, R, G, V, U, EVEN)  # fmt: skip
     if bias is not None:
         y += tl.load(bias + row, mask=row < n, other=0)[None, :]
     if SCALES:
@@ -158,8 +183,8 @@ def gate_up_few(
     a = tl.where(wanted[None, :] & going, activation(y, bound, alpha, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
-        u = dots(up, row, opened, up_stride, columns, x, tokens, columns,
-                 UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)  # fmt: skip
+        u = products(up, first, opened, columns, x, q, tokens, columns, 0, up_stride,
+                     UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)  # fmt: skip
         if up_bias is not None:
             u += tl.load(up_bias + row, mask=row < n, other=0)[None, :]
         if SCALES:
@@ -244,22 +269,22 @@ def down_few(
 
 @triton.jit
 def down_experts_few(
-    out, data, h, weights, rows, columns, stride, tokens, experts, pitch, ADD: tl.constexpr,
-    FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
-    U: tl.constexpr, EVEN: tl.constexpr,
+    out, data, h, q, weights, rows, columns, stride: tl.constexpr, tokens, experts, pitch,
+    ADD: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+    V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """R rows of every expert's `rows`, times what h [tokens, experts * columns] has for it, in their order.
 
     What no token goes to is not read. weights: as gate_up_few's.
     """
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    b = tl.arange(0, B)
+    first = tl.program_id(0) * R
+    row, b = first + tl.arange(0, R), tl.arange(0, B)
     y = tl.zeros((B, R), tl.float32)
     for e in range(0, experts):
         share = tl.load(weights + b * pitch + e, mask=b < tokens, other=0)
         wanted = tl.zeros((R,), tl.int32) + tl.max((share != 0).to(tl.int32), axis=0) != 0
-        y += dots(data, e * rows + row, (row < rows) & wanted, stride, columns, h + e * columns, tokens,
-                  experts * columns, FORMAT, B, R, G, V, U, EVEN)  # fmt: skip
+        y += products(data, e * rows + first, (row < rows) & wanted, columns, h, q, tokens, experts * columns,
+                      e * columns, stride, FORMAT, B, R, G, V, U, EVEN)  # fmt: skip
     ok = (b < tokens)[:, None] & (row < rows)[None, :]
     to = out + b[:, None] * rows + row[None, :]
     if ADD:

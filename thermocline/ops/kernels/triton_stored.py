@@ -114,13 +114,35 @@ def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: t
 
 
 @triton.jit
-def load_words(at, ok, N: tl.constexpr, FORMAT: tl.constexpr):
-    """Words of four bytes, [..., N], from `at` [..., 1] on. Where rows are aligned, they come at once."""
-    if loader(FORMAT).align > 1:
-        pairs = tl.load(at.to(tl.pointer_type(tl.uint16)) + tl.arange(0, 2 * N), mask=ok, other=0)
-    else:
-        pairs = paired(tl.load(at + tl.arange(0, 4 * N), mask=ok, other=0), tl.uint16)
+def load_words(at, ok, N: tl.constexpr, FORMAT: tl.constexpr, rows=None):
+    """Words of four bytes, [..., N], from `at` [..., 1] on. Where rows are aligned, they come at once.
+
+    rows: as `read`'s.
+    """
+    ALIGNED: tl.constexpr = loader(FORMAT).align > 1
+    at = at.to(tl.pointer_type(tl.uint16)) + tl.arange(0, 2 * N) if ALIGNED else at + tl.arange(0, 4 * N)
+    if rows is not None:
+        at = at + tl.expand_dims(rows // 2 if ALIGNED else rows, -1)
+        at = tl.max_contiguous(at, (1, 2, 2 * N if ALIGNED else 4 * N))  # see `read`
+    pairs = read(at, ok)
+    if not ALIGNED:
+        pairs = paired(pairs, tl.uint16)
     return paired(pairs, tl.uint32)
+
+
+@triton.jit
+def read(at, ok, rows=None):
+    """Read what is at `at` where `ok` (None: everywhere), else 0.
+
+    rows [R, 1]: how far each lies behind `at` [G]. Such constants are added last, so that they become part of
+    the loads. Neighbouring lanes take neighbouring numbers: else Triton 3.6 moves them from lane to lane.
+    """
+    if rows is not None:
+        at = tl.max_contiguous(at + rows, (1, 2))
+    if ok is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=ok, other=0)
 
 
 @triton.jit
@@ -133,12 +155,13 @@ def paired(t, TYPE: tl.constexpr):
 
 @triton.jit
 def field(
-    at, ok, i, columns, FORMAT: tl.constexpr, PLANE: tl.constexpr, TYPE: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Numbers i + AHEAD [G] of a plane: [..., G]."""
+    at, ok, i, columns, FORMAT: tl.constexpr, PLANE: tl.constexpr, TYPE: tl.constexpr, AHEAD: tl.constexpr,
+    rows=None,
+):  # fmt: skip
+    """Numbers i + AHEAD [G] of a plane: [..., G]. rows: as `read`'s."""
     SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
     of = at + (columns // block(FORMAT) * begin(FORMAT, PLANE) + i * SIZE) + AHEAD * SIZE
-    return tl.load(of.to(tl.pointer_type(TYPE)), mask=ok, other=0)
+    return read(of.to(tl.pointer_type(TYPE)), ok, None if rows is None else rows // SIZE)
 
 
 @triton.jit
@@ -182,57 +205,62 @@ def further(at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl
 
 
 @triton.jit
-def scales_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr):
+def scales_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr, rows=None):
     """The scales and the minima of blocks i + AHEAD [G] of 32 columns: tuples of [..., G]."""
     if block(FORMAT) == 256:
-        d = field(at, ok, i // 8, columns, FORMAT, "super", tl.float16, AHEAD // 8).to(tl.float32)
-        n, m = parts_of(at, ok, i, columns, FORMAT, AHEAD)
+        d = field(at, ok, i // 8, columns, FORMAT, "super", tl.float16, AHEAD // 8, rows).to(tl.float32)
+        n, m = parts_of(at, ok, i, columns, FORMAT, AHEAD, rows)
         scales = ()
         for half in tl.static_range(scale_count(FORMAT)):
             scales = scales + (d * n[half].to(tl.float32),)
         minima = ()
         if loader(FORMAT).minima:
-            d = field(at, ok, i // 8, columns, FORMAT, "super_minimum", tl.float16, AHEAD // 8).to(tl.float32)
+            d = field(at, ok, i // 8, columns, FORMAT, "super_minimum", tl.float16, AHEAD // 8, rows).to(
+                tl.float32
+            )
             for half in tl.static_range(scale_count(FORMAT)):
                 minima = minima + (d * m[half].to(tl.float32),)
     elif FORMAT == "mxfp4":
-        e = field(at, ok, i, columns, FORMAT, "exponent", tl.uint8, AHEAD).to(tl.int32)
+        e = field(at, ok, i, columns, FORMAT, "exponent", tl.uint8, AHEAD, rows).to(tl.int32)
         power = tl.where(e < 2, (e + 1) << 21, (e - 1) << 23)  # half of 2**(e - 127)
-        scales = (tl.where(ok, power.to(tl.float32, bitcast=True), 0.0),)
+        power = power.to(tl.float32, bitcast=True)
+        scales = (power if ok is None else tl.where(ok, power, 0.0),)
         minima = ()
     else:
-        scales = (field(at, ok, i, columns, FORMAT, "scale", tl.float16, AHEAD).to(tl.float32),)
+        scales = (field(at, ok, i, columns, FORMAT, "scale", tl.float16, AHEAD, rows).to(tl.float32),)
         minima = ()
         if loader(FORMAT).minima:
-            minima = (-field(at, ok, i, columns, FORMAT, "minimum", tl.float16, AHEAD).to(tl.float32),)
+            minima = (-field(at, ok, i, columns, FORMAT, "minimum", tl.float16, AHEAD, rows).to(tl.float32),)
     return scales, minima
 
 
 @triton.jit
-def parts_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr):
+def parts_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr, rows=None):
     """The integers that scale blocks i + AHEAD [G] of a block of 256 columns, and those of their minima."""
     b = i % 8
     m = ()
     if FORMAT == "q4_k" or FORMAT == "q5_k":
-        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint8, AHEAD).to(tl.int32)
-        high = field(at, ok, i // 8 * 4 + b % 4, columns, FORMAT, "minima", tl.uint8, AHEAD // 2).to(tl.int32)
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint8, AHEAD, rows).to(tl.int32)
+        high = field(at, ok, i // 8 * 4 + b % 4, columns, FORMAT, "minima", tl.uint8, AHEAD // 2, rows).to(
+            tl.int32
+        )
         s = (n & 63,)
         m = (((high >> (b // 4 * 4)) & 15) << 2 | n >> 6,)
     elif FORMAT == "q6_k":
-        n = field(at, ok, i, columns, FORMAT, "scales", tl.int16, AHEAD).to(tl.int32)
-        s = ((n << 24) >> 24, n >> 8)
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint16, AHEAD, rows).to(tl.int32)
+        s = ((n << 24) >> 24, (n << 16) >> 24)
     elif FORMAT == "q3_k":
-        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint8, AHEAD).to(tl.int32)
-        high = field(at, ok, i // 2, columns, FORMAT, "scales_high", tl.uint8, AHEAD // 2).to(tl.int32)
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint8, AHEAD, rows).to(tl.int32)
+        high = field(at, ok, i // 2, columns, FORMAT, "scales_high", tl.uint8, AHEAD // 2, rows).to(tl.int32)
         high = high >> (b % 2 * 4)
         s = ((n & 15 | (high & 3) << 4) - 32, (n >> 4 | (high & 12) << 2) - 32)
     elif FORMAT == "q2_k":
-        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint16, AHEAD).to(tl.int32)
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint16, AHEAD, rows).to(tl.int32)
         s = (n & 15, (n >> 8) & 15)
         m = ((n >> 4) & 15, n >> 12)
     elif FORMAT == "iq4_xs":
-        n = field(at, ok, i // 2, columns, FORMAT, "scales", tl.uint8, AHEAD // 2).to(tl.int32)
-        high = field(at, ok, i // 8, columns, FORMAT, "scales_high", tl.uint16, AHEAD // 8).to(tl.int32)
+        n = field(at, ok, i // 2, columns, FORMAT, "scales", tl.uint8, AHEAD // 2, rows).to(tl.int32)
+        high = field(at, ok, i // 8, columns, FORMAT, "scales_high", tl.uint16, AHEAD // 8, rows).to(tl.int32)
         s = (((n >> (b % 2 * 4)) & 15 | ((high >> (b * 2)) & 3) << 4) - 32,)
     else:
         s = (ok.to(tl.int32),)
