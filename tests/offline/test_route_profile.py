@@ -210,6 +210,22 @@ def test_what_profile_says_of_a_mixture(files: tuple[Path, Path], thermocline: R
     assert thermocline("verify", files[0]).code == 0
 
 
+def test_neurons_and_experts_of_a_relu_mixture_are_counted(tmp_path: Path, thermocline: Run) -> None:
+    small = {"moe_num_primary_experts": 16, "moe_ffn_hidden_size": 64, "num_hidden_layers": 2}
+    config = test_synth.config_file(tmp_path, "smallthinker-4b", **small)
+    pack, asked = tmp_path / "pack", ("--tokens", 256, "--ctx", 64, "--samples", 0, "-q")
+    assert thermocline("synth", config, "--format", "q8_0", "-o", pack, "-q").code == 0
+    told = thermocline("profile", pack, *asked, "--json")
+    assert told.code == 0, told.err
+    about = json.loads(told.out)
+    assert difference("profile", about) == [] == difference("routes_profile", about["routing"])
+    assert about["routing"]["experts"] == 16 and about["active_fraction"] > 0
+    own = own_routing(open_model(pack, "", None))
+    assert own is not None and own.tokens == 256
+    said = thermocline("profile", pack, *asked).out
+    assert "of neurons for a token" in said and "of 16 experts in each of 2 layers" in said
+
+
 def test_a_trace_is_of_passages_of_all_files() -> None:
     passages = [np.zeros(512, np.int32)] * 128
     kept = traced_passages(passages)

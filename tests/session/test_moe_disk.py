@@ -42,7 +42,7 @@ from thermocline.plan.disk import expert_split
 from thermocline.plan.disk.cache_split import Fetch, Share
 from thermocline.plan.disk.disk_split import Arrangement, Contents
 from thermocline.plan.disk.neuron_plan import stored_prediction
-from thermocline.plan.memory import GIB, others_of
+from thermocline.plan.memory import GIB, others_of, reads_from_disk
 from thermocline.plan.problem import Ask, Problem
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
@@ -348,9 +348,12 @@ def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path)
     assert missed[0] > 50 and missed[1] == 0
 
 
-def test_experts_of_a_router_before_attention_come_from_disk_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("experts", "left"), [(8, "neurons"), (16, "experts")])
+def test_experts_of_a_router_before_attention_come_from_disk_too(
+    experts: int, left: str, tmp_path: Path
+) -> None:
     """SmallThinker's: the same logits as in memory, whether neurons are skipped or not."""
-    small = {"moe_ffn_hidden_size": 512, "num_hidden_layers": 4, "moe_num_primary_experts": 16}
+    small = {"moe_ffn_hidden_size": 512, "num_hidden_layers": 4, "moe_num_primary_experts": experts}
     made = test_synth.make(tmp_path, "smallthinker-4b", "q4_0", active=0.4, skew=0.55, **small)
 
     def run(ram: float | None, sparsity: str) -> Any:
@@ -369,3 +372,4 @@ def test_experts_of_a_router_before_attention_come_from_disk_too(tmp_path: Path)
     for sparsity in ("exact", "off"):
         figures = run(ram, sparsity)
         assert figures.logits_hash == truth and figures.disk.missed > 0
+    assert reads_from_disk(made.spec) == left and reads_from_disk(made.spec, gpu=True) == "neurons"

@@ -58,7 +58,7 @@ class Decision:
         placement, spec = plan.placement, contents.spec
         if not placement.from_disk:
             return Decision(placement, plan=plan)
-        if reads_from_disk(spec) == "experts":
+        if reads_from_disk(spec, gpu=True) == "experts":
             mixture = Mixture(spec, contents.tensors, routing())
             return Decision(placement, plan=plan, mixture=mixture.beside(placement))
         return Decision(placement, contents, plan)

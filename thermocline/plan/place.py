@@ -48,7 +48,7 @@ def plan(
         p = replace(p, routing=subject.routing())
     if subject.smaller is not None and not p.vram and not fits_in(p, disk=False):
         p = replace(p, sizes=subject.smaller)
-    stored = reads_from_disk(subject.spec)
+    stored = reads_from_disk(subject.spec, gpu=bool(p.vram))
     if stored is not None and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")

@@ -389,7 +389,7 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
-    if x.disk and (left := reads_from_disk(p.spec)) is None:
+    if x.disk and (left := reads_from_disk(p.spec, gpu=p.vram > 0)) is None:
         why = "some layers have a state or no neurons" if p.spec.sparse else "its neurons cannot be skipped"
         yield f"predicted only: {why}, so this version leaves none on disk"
     elif x.disk and p.vram and (left == "rows" or (left == "experts" and not takes_experts(p.spec))):

@@ -92,7 +92,7 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
     try:
         return planned_of(found, subject, here, needs)
     except OutOfBudget as e:
-        stored = reads_from_disk(pack.spec)
+        stored = reads_from_disk(pack.spec, gpu=True)
         if stored == "rows" or (stored == "experts" and not takes_experts(pack.spec)):
             what = "experts" if stored == "experts" else "rows of FFNs"
             raise OutOfBudget(f"{e}; or --gpu off, which leaves {what} on disk") from None

@@ -82,6 +82,7 @@ def profile(o: ProfileOptions) -> int:
         log.info(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {nbytes}")
         try:
             done = profiler.profile(request, progress.at)
+            routing = profile_routes.beside_neurons(o, request.output, progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
             return INTERRUPTED
@@ -89,9 +90,11 @@ def profile(o: ProfileOptions) -> int:
         profile_plot.draw(done.profile, plot, request.pack.path.name)
     about = {"path": str(request.output), **summary(done.profile), **_done_keys(done)}
     if o.json:
-        emit_json(about)
+        emit_json(about | {"routing": routing})
     else:
         emit(table(profile_rows(about)))
+        if routing is not None:
+            emit(table(profile_routes.rows(routing)))
     for name in done.dropped:
         log.warning(
             f"{name} was made for the old order of neurons and is gone: run `thermocline train` again"

@@ -22,11 +22,10 @@ HELD = (0.1, 0.2, 0.4)  # shares of a layer's experts
 
 
 def mixture_of(model: str | None) -> StoredModel | None:
-    """Open what a name means, if it is a mixture of which whole experts can be on disk."""
+    """Open what a name means, if it is a mixture whose experts are counted, and not its neurons."""
     from thermocline.convert.from_gguf import is_gguf
     from thermocline.opening.gguf_model import open_gguf
     from thermocline.pack.pack import Pack
-    from thermocline.plan.memory import reads_from_disk
 
     found: StoredModel | str | None = None
     if model is not None and (Path(model) / "pack.json").exists():
@@ -35,13 +34,17 @@ def mixture_of(model: str | None) -> StoredModel | None:
         found = open_gguf(Path(model))
     if found is None or isinstance(found, str):
         return None
-    return found if reads_from_disk(found.spec) == "experts" and not found.spec.sparse else None
+    return found if _of_experts(found) and not found.spec.sparse else None
+
+
+def _of_experts(model: StoredModel) -> bool:
+    """Return whether whole experts of it can be on disk."""
+    from thermocline.plan.memory import reads_from_disk
+
+    return reads_from_disk(model.spec) == "experts"
 
 
 def profile(o: ProfileOptions, model: StoredModel) -> int:
-    from thermocline.offline.routing import route_profiler
-    from thermocline.pack.route_profile import path_of
-
     for flag, given in (
         ("-o", o.output), ("--samples", o.samples > 0), ("--plot", o.plot), ("--workers", o.workers > 1),
         ("--force", o.force),
@@ -51,19 +54,34 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
                 f"{flag}: not of a mixture, whose experts are counted and which stays as it is; leave it out "
                 "(`thermocline trace` draws)"
             )
-    route_profiler.check_target(model)
     with ProgressBar(quiet=o.quiet) as progress:
         try:
-            done = route_profiler.profile_routes(_job(o, model), progress.at)
+            about = _counted(o, model, progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
             return INTERRUPTED
-    about = _about(done) | {"path": str(path_of(model))}
     if o.json:
         emit_json(about)
     else:
-        emit(table(_rows(about)))
+        emit(table(rows(about)))
     return 0
+
+
+def beside_neurons(o: ProfileOptions, path: Path, progress: ProgressBar) -> dict[str, Any] | None:
+    """Count the experts of a pack whose neurons were counted; None where none of them is ever on disk whole."""
+    from thermocline.pack.pack import Pack
+
+    pack = Pack.open(path)
+    return _counted(o, pack, progress) if _of_experts(pack) else None
+
+
+def _counted(o: ProfileOptions, model: StoredModel, progress: ProgressBar) -> dict[str, Any]:
+    from thermocline.offline.routing import route_profiler
+    from thermocline.pack.route_profile import path_of
+
+    route_profiler.check_target(model)
+    done = route_profiler.profile_routes(_job(o, model), progress.at)
+    return _about(done) | {"path": str(path_of(model))}
 
 
 def _job(o: ProfileOptions, model: StoredModel) -> RouteJob:
@@ -113,7 +131,7 @@ def _about(done: RoutesCounted) -> dict[str, Any]:
     }
 
 
-def _rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     def said(values: dict[str, float]) -> str:
         return "  ".join(f"{name} {v:.3f}" for name, v in values.items())
 
