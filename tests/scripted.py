@@ -39,6 +39,8 @@ class ScriptedEngine(EngineProcess):
         super().__init__(ModelOptions(), EngineOptions(), progress=lambda *_: None, opened=lambda _: None)
         self.answer: Sequence[str] = ()
         self.endless = self.failing = False
+        self.reason = "stop"
+        self.stop_text: str | None = None  # the stop string that ended the answer
         self.asked: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.gone = threading.Event()  # a request was cancelled
@@ -66,7 +68,7 @@ class ScriptedEngine(EngineProcess):
         if self.failing:
             self._tell(Failed(job, IOFailure.__name__, "the disk is on fire"))
         else:
-            self._tell(Finished(job, "stop", 1, FIGURES, prompt_logprobs=()))
+            self._tell(Finished(job, self.reason, 1, FIGURES, (), self.stop_text))
 
     def _tell(self, event: Event) -> None:
         if (work := self._awaited.get(event.job)) is not None:
@@ -91,11 +93,13 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> Iterator[Scripted]:
-    engine = ScriptedEngine()
+def scripted(
+    *, template: str | None = TEMPLATE, keys: Sequence[str] = (), limits: ServerLimits | None = None
+) -> Iterator[Scripted]:
+    engine, limits = ScriptedEngine(), limits or ServerLimits()
     server = Api(
         engine,
-        ServerLimits(),
+        limits,
         defaults=SamplingParams(temperature=0.7, max_tokens=None),
         keys=bool(keys),
     )
@@ -127,7 +131,7 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
         await app(scope, receive, drip)
 
     how = {
-        "limits": ServerLimits(),
+        "limits": limits,
         "admission": Admission(keys, public=assets.PATHS, slots=4),
         "started": began.append,
     }

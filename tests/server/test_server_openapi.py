@@ -126,7 +126,7 @@ def test_the_document_describes_a_stream_as_such_and_no_more(puppet: Scripted) -
 
 def test_the_page_names_types_as_a_person_reads_them(puppet: Scripted) -> None:
     text = html.unescape(httpx2.get(f"{puppet.url}/docs", timeout=60).text)
-    rows = dict(re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td>", text))
+    rows = dict(reversed(re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td>", text)))  # the first of a name
     assert rows["tool_choice"] == '"none" | "auto" | "required" | NamedTool | AllowedTools | null'
     assert rows["prompt"] == "str | list[str] | list[Id] | list[list[Id]]"
     assert rows["json_schema"] == "dict[str, Any] | null"

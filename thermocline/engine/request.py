@@ -80,16 +80,18 @@ class StopMatcher:
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
         self._held = ""
+        self.met: str | None = None  # the stop string that ended the answer
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text. Return (text that is certainly part of the answer, whether a stop string ended it)."""
         if not self._stop:
             return text, False
         text = self._held + text
-        found = [at for at in map(text.find, self._stop) if at >= 0]
+        found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
+            at, self.met = min(found, key=lambda place: place[0])
             self._held = ""
-            return text[: min(found)], True
+            return text[:at], True
         keep = len(text) - max(overlap(text, s) for s in self._stop)
         self._held = text[keep:]
         return text[:keep], False

@@ -13,6 +13,8 @@ from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import TokenLogprobs
 from thermocline.server.api.parsing.answer_parser import Parts, Piece
 from thermocline.server.api.parsing.call_forms import Call
+from thermocline.server.http import sse
+from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.messages import Finished, Token
 from thermocline.text.tokenizer import Tokenizer
 
@@ -121,6 +123,7 @@ class Answer:
     """The objects that answer one request. Its `count` choices grow side by side."""
 
     kind, streamed = "", ""
+    silence = sse.SILENCE  # sent in a stream when there is nothing else to send
 
     def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
         self.tokenizer, self.request, self.count = tokenizer, request, count
@@ -154,8 +157,18 @@ class Answer:
         more = {"usage": None} if self.include_usage else {}
         return self.head.object(self.streamed, [choice]) | more
 
-    def usage(self) -> dict[str, Any]:
-        return self.head.object(self.streamed, []) | {"usage": self._usage()}
+    def event(self, body: dict[str, Any]) -> bytes:
+        """Return an object of a stream as it is sent."""
+        return sse.event(body)
+
+    def closing(self) -> bytes:
+        """Return the end of a stream."""
+        used = self.head.object(self.streamed, []) | {"usage": self._usage()} if self.include_usage else None
+        return (b"" if used is None else sse.event(used)) + sse.DONE
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the end of a stream whose request has failed."""
+        return sse.event({"error": refusal.error})
 
     def _usage(self) -> dict[str, Any]:
         return usage([self._ended[i] for i in range(self.count)], self.request.n or 1)
@@ -164,6 +177,14 @@ class Answer:
         choices = [self.choice(i, self._ended[i]) for i in range(self.count)]
         more = {"usage": self._usage(), "timings": timings(self._ended[0].figures)}
         return self.head.object(self.streamed.removesuffix(".chunk"), choices) | more
+
+
+def marked_text(tokenizer: Tokenizer, parts: Parts, chunk: Chunk) -> str:
+    """Return a token's text for the parser `parts`, with the name of a special token that it reads."""
+    if not tokenizer.is_special(chunk.token_id):
+        return chunk.text
+    name = tokenizer.name(chunk.token_id)
+    return chunk.text + name if name in parts.marks else chunk.text
 
 
 class GrowingMessage:
@@ -218,13 +239,8 @@ class ChatAnswer(Answer):
         return self.chunk({"index": i, "delta": delta, "finish_reason": reason})
 
     def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
-        growing, text = self._growing[i], chunk.text
-        if (
-            self.tokenizer.is_special(chunk.token_id)
-            and (name := self.tokenizer.name(chunk.token_id)) in growing.parts.marks
-        ):
-            text += name
-        deltas = growing.deltas(growing.parts.push(text))
+        growing = self._growing[i]
+        deltas = growing.deltas(growing.parts.push(marked_text(self.tokenizer, growing.parts, chunk)))
         if chunk.logprobs is None:
             return [self._delta(i, d) for d in deltas]
         growing.logprobs.append(chunk)

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from thermocline.errors import ThermoclineError
 from thermocline.server.api import activity, generation, metrics, model_routes, openapi
+from thermocline.server.api.agents import messages_routes, responses_routes
 from thermocline.server.api.responses import refusal_of
 from thermocline.server.api.state import Api
 from thermocline.server.http.refusal import Refusal
@@ -37,6 +38,8 @@ def routes(api: Api) -> list[Route]:
     return [
         *model_routes.routes(api),
         *generation.routes(api),
+        *responses_routes.routes(api),
+        *messages_routes.routes(api),
         *metrics.routes(api.metrics),
         *openapi.routes(api.keys, limits, lambda: None if api.model is None else api.model.spec.vocab_size),
         *activity.routes(api.engine.subscribers, limits.limit_ping_s, limits.limit_onlookers),
@@ -52,7 +55,7 @@ def methods_of(app: Starlette) -> Callable[[str], Collection[str] | None]:
 
 async def _refused(request: Request, e: Exception) -> Response:
     assert isinstance(e, Refusal)
-    return Response(e.body(), e.status, e.headers, "application/json")
+    return Response(e.body(request.url.path), e.status, e.headers, "application/json")
 
 
 async def _engine_error(request: Request, e: Exception) -> Response:

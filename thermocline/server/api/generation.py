@@ -12,13 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from thermocline.engine.sampler import SamplingParams
-from thermocline.errors import BadFile
-from thermocline.server.api import conversation, schema
+from thermocline.server.api import schema
 from thermocline.server.api.answers import Answer, ChatAnswer, CompletionAnswer
-from thermocline.server.api.parsing.harmony import parser_of
+from thermocline.server.api.chat import begin_chat
 from thermocline.server.api.responses import answered
 from thermocline.server.api.state import Api
-from thermocline.server.api.tools import Offer, answer_grammar
 from thermocline.server.http.posted import Posted, posted
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.engine_process import Jobs
@@ -45,37 +43,9 @@ def routes(api: Api) -> list[Route]:
 
 async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer]:
     r = await api.body(given, schema.ChatRequest, request.url.path)
-    model = api.ready_model(r.model)
-    api.check(r)
-    if model.template is None:
-        raise Refusal(400, model.why_no_template, param="messages")
-    template = model.template
-    offer = Offer.of(r, model.format)
-    model.check_length(*conversation.texts(r.messages))
-    harmony = model.format.harmony
-    turned = partial(conversation.messages, r.messages, api.limits, harmony=harmony)
-    messages = await given.apart(turned)
-    variables = conversation.variables(r, offer)
-    encode = partial(template.encode, messages, variables=variables, check=model.check_length)
-    try:
-        ids = await api.prompt(encode)
-    except BadFile as e:  # the template renders other conversations, so the client's is to blame
-        raise Refusal(400, str(e), param="messages") from None
-    stop_ids = await api.prompt(lambda: template.stop_ids)
-    thinking = conversation.ends_within_a_thought(model.format.think, model.tokenizer, ids)
-
-    def sampling() -> SamplingParams:
-        limit = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
-        logprobs = (r.top_logprobs or 0) if r.logprobs else None
-        found = schema.sampling_params(r, api.defaults, logprobs=logprobs, max_tokens=limit)
-        grammar = answer_grammar(offer, model.format, thinking, found.grammar)
-        return replace(found, stop_ids=stop_ids, grammar=grammar)
-
-    params = await given.apart(sampling)
-    await api.check_grammar(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
-    jobs = api.submit(api.prepare(model, ids, params, r.n or 1))
-    parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking)
-    return jobs, ChatAnswer(model.name, model.tokenizer, schema.settings(r), parser)
+    api.ready_model(r.model)
+    begun = await begin_chat(api, request, given, r)
+    return begun.jobs, ChatAnswer(begun.model.name, begun.model.tokenizer, schema.settings(r), begun.parser)
 
 
 async def _complete(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer]:

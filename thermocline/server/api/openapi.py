@@ -18,6 +18,8 @@ from starlette.routing import Route
 
 from thermocline import __version__
 from thermocline.server.api import schema
+from thermocline.server.api.agents.messages_schema import CountTokensRequest, MessagesRequest
+from thermocline.server.api.agents.responses_schema import ResponsesRequest
 from thermocline.server.http.limits import ServerLimits
 
 EVENTS = "text/event-stream"
@@ -39,6 +41,19 @@ ERROR = {
     },
 }
 
+MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -49,6 +64,7 @@ class Operation:
     answer: str = "application/json"
     streams: bool = False
     open: bool = False  # without a key
+    error: str = "Error"
 
 
 OPERATIONS = (
@@ -58,15 +74,46 @@ OPERATIONS = (
     Operation("get", "/v1/models/{model}", "The same by its name."),
     Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
     Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
+    Operation(
+        "post", "/v1/responses", "Answer items, as OpenAI's Responses.", ResponsesRequest, streams=True
+    ),
+    Operation("get", "/v1/responses/{id}", "A response that is kept in memory."),
+    Operation("delete", "/v1/responses/{id}", "Forget it."),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, as Anthropic's Messages.",
+        MessagesRequest,
+        streams=True,
+        error="MessagesError",
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "The number of tokens that it would have.",
+        CountTokensRequest,
+        error="MessagesError",
+    ),
     Operation("post", "/tokenize", "Text to token ids.", schema.TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text.", schema.DetokenizeRequest),
     Operation("get", "/props", "Context, slots, the sampling that requests get by default."),
     Operation("get", "/activity", "What the layers do while tokens are made.", answer=EVENTS),
     Operation("get", "/metrics", "Prometheus text.", answer="text/plain"),
 )
+# The lists of agents' APIs that have a limit, and its name.
+_PARTS = "limit_messages"
+_LISTS_OF_AGENTS = {
+    "ResponsesRequest": {"input": _PARTS, "include": _PARTS, "tools": "limit_tools"},
+    "MessageItem": {"content": _PARTS}, "CallOutputItem": {"output": _PARTS},
+    "ReasoningItem": {"content": _PARTS}, "AllowedToolNames": {"tools": "limit_tools"},
+    "CountTokensRequest": {"messages": _PARTS, "system": _PARTS, "tools": "limit_tools"},
+    "MessagesRequest": {"messages": _PARTS, "system": _PARTS, "tools": "limit_tools"},
+    "AgentMessage": {"content": _PARTS}, "ToolResultBlock": {"content": _PARTS},
+    "ContextManagement": {"edits": _PARTS},
+}  # fmt: skip
 STATUSES = {
     "400": "the request is wrong", "401": "no key, or a wrong one", "403": "not from there",
-    "404": "no such model", "405": "another method", "413": "the body is too long",
+    "404": "no such model or response", "405": "another method", "413": "the body is too long",
     "415": "not application/json", "422": "the engine crashes at it", "408": "the body came too slowly",
     "429": "too many wait", "431": "too long headers", "499": "the client has left",
     "500": "the engine failed", "503": "not ready yet", "504": "it took too long",
@@ -93,7 +140,9 @@ def document(keys: bool, limits: ServerLimits, vocabulary: int | None) -> dict[s
     paths: dict[str, Any] = {}
     for o in OPERATIONS:
         paths.setdefault(o.path, {})[o.method] = _operation(o, keys)
-    components: dict[str, Any] = {"schemas": {**definitions["$defs"], "Error": ERROR}}
+    components: dict[str, Any] = {
+        "schemas": {**definitions["$defs"], "Error": ERROR, "MessagesError": MESSAGES_ERROR}
+    }
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
@@ -127,16 +176,23 @@ def _bound(kinds: dict[str, Any], limits: ServerLimits, vocabulary: int | None) 
     for way in completion["prompt"]["anyOf"]:
         if way.get("items", {}).get("type") in ("string", "array"):
             way["maxItems"] = limits.limit_choices
+    for kind, names in _LISTS_OF_AGENTS.items():
+        for name, limit in names.items():
+            kinds[kind]["properties"][name]["maxItems"] = getattr(limits, limit)
+    kinds["MessagesRequest"]["properties"]["stop_sequences"] |= {"maxItems": limits.limit_stop, "items": stop}
 
 
 def _operation(o: Operation, keys: bool) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+    error = {"application/json": {"schema": {"$ref": REF.format(model=o.error)}}}
     content: dict[str, Any] = {o.answer: {"schema": {"type": "object" if "json" in o.answer else "string"}}}
     if o.streams or o.answer == EVENTS:
         content[EVENTS] = {}  # no schema: OpenAPI 3.1 cannot describe a single event
     responses = {"200": {"description": "the answer", "content": content}}
     responses |= {code: {"description": about, "content": error} for code, about in STATUSES.items()}
-    made: dict[str, Any] = {"summary": o.about, "operationId": re.sub(r"[/{}]+", "_", o.path).strip("_")}
+    id = re.sub(r"[/{}]+", "_", o.path).strip("_")
+    made: dict[str, Any] = {
+        "summary": o.about, "operationId": f"delete_{id}" if o.method == "delete" else id
+    }  # fmt: skip
     made["responses"] = responses
     if names := re.findall(r"{(.+?)}", o.path):
         made["parameters"] = [

@@ -11,7 +11,6 @@ from starlette.responses import Response, StreamingResponse
 
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.server.api.answers import Answer
-from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.engine_process import EngineCrashed, Jobs
 from thermocline.server.process.messages import Finished, Token
@@ -57,7 +56,7 @@ async def events(jobs: Jobs, answer: Answer, ping_s: float) -> AsyncIterator[byt
     loop = asyncio.get_running_loop()
     try:
         for opening in answer.begin():
-            yield sse.event(opening)
+            yield answer.event(opening)
         sent_at = loop.time()
         while (found := await jobs.next(ping_s)) is not None:
             # The log probabilities of a whole prompt take long to write.
@@ -66,16 +65,14 @@ async def events(jobs: Jobs, answer: Answer, ping_s: float) -> AsyncIterator[byt
             now = loop.time()
             if data or now - sent_at >= ping_s:  # a tool call is held back until it is whole
                 sent_at = now
-                yield data or sse.SILENCE
-        if answer.include_usage:
-            yield sse.event(answer.usage())
-        yield sse.DONE
+                yield data or answer.silence
+        yield answer.closing()
     except ThermoclineError as e:
-        yield sse.event({"error": refusal_of(e).error})
+        yield answer.failure(refusal_of(e))
 
 
 def _written(answer: Answer, found: Sequence[tuple[int, Token | Finished]]) -> bytes:
-    return b"".join(sse.event(body) for event in found for body in answer.take(*event))
+    return b"".join(answer.event(body) for event in found for body in answer.take(*event))
 
 
 # ---- long bodies

@@ -6,9 +6,9 @@ Types are strict: "1" is not a number. Unknown fields are ignored, and a line in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -60,19 +60,37 @@ class AtMost:
         return given
 
 
-def _type_tag(given: Any) -> str:
+def type_tag(given: Any) -> str:
     return "list" if isinstance(given, list) else "text"
 
 
 # Choose among a union's types first: pydantic itself tries all of them and collects all their errors.
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[str], AtMost("limit_stop"), Tag("list")],
-    Discriminator(_type_tag),
+    Discriminator(type_tag),
 ]
+
+
+# Fields of other servers. Ignoring one would silently give a different answer than the client asked for.
+UNSUPPORTED = {
+    "chat_template": "a template is the server's to choose (--template)",
+    "documents": "put them into a message",
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "audio": "answers are text",
+    "guided_json": "give response_format or json_schema",
+    "guided_choice": "give response_format or grammar",
+    "guided_regex": "give grammar",
+    "guided_grammar": "give grammar",
+    "structured_outputs": "give response_format or grammar",
+    "regex": "give grammar",
+    "ebnf": "give grammar",
+}
 
 
 class ApiObject(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED  # field -> what to do instead; 400 if given
 
 
 class StreamOptions(ApiObject):
@@ -153,7 +171,7 @@ class Message(ApiObject):
     content: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[list[TextPart], AtMost("limit_messages"), Tag("list")],
-            Discriminator(_type_tag),
+            Discriminator(type_tag),
         ]
         | None
     ) = None
@@ -274,25 +292,6 @@ class TokenizeRequest(ApiObject):
 
 class DetokenizeRequest(ApiObject):
     tokens: Annotated[list[Id], AtMost("limit_detokenize")]
-
-
-# ---- unsupported fields
-
-# Fields of other servers. Ignoring one would silently give a different answer than the client asked for.
-UNSUPPORTED = {
-    "chat_template": "a template is the server's to choose (--template)",
-    "documents": "put them into a message",
-    "functions": "give tools",
-    "function_call": "give tool_choice",
-    "audio": "answers are text",
-    "guided_json": "give response_format or json_schema",
-    "guided_choice": "give response_format or grammar",
-    "guided_regex": "give grammar",
-    "guided_grammar": "give grammar",
-    "structured_outputs": "give response_format or grammar",
-    "regex": "give grammar",
-    "ebnf": "give grammar",
-}
 
 
 # ---- the server's limits

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from thermocline.engine.request import request_for
@@ -28,7 +28,7 @@ from thermocline.text.grammar import depth
 
 log = logging.getLogger(__name__)
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=schema.ApiObject)
 RETRY_LOADING_S = 2
 _MOST_IGNORED = 100  # log lines about ignored fields: clients make up the names, so there is no end of them
 _MOST_NAMED = 20  # fields named in one such line
@@ -66,11 +66,12 @@ class Api:
         """Return the body as a request of that kind; log the fields that are ignored."""
         made, unknown = await given.apart(partial(_validated, kind, given.value, self.limits))
         if unknown:
-            self._report_ignored(f"{path}: ignored {', '.join(map(repr, unknown))[:200]}")
+            self.report_ignored(path, unknown)
         return made
 
-    def _report_ignored(self, line: str) -> None:
+    def report_ignored(self, path: str, names: Sequence[str]) -> None:
         """Log each line once: a client that sends an unknown field sends it with every request."""
+        line = f"{path}: ignored {', '.join(map(repr, names))[:200]}"
         if line not in self._reported and len(self._reported) < _MOST_IGNORED:
             self._reported.add(line)
             log.warning(line)
@@ -147,9 +148,9 @@ def _validated(kind: type[Body], given: dict[str, Any], limits: ServerLimits) ->
         made = kind.model_validate(given, context=limits)
     except ValidationError as e:
         raise _invalid(e, given) from None
-    for name in sorted(schema.UNSUPPORTED.keys() & given):
+    for name in sorted(kind.unsupported.keys() & given):
         if given[name]:
-            raise Refusal(400, f"{name}: not supported; {schema.UNSUPPORTED[name]}", param=name)
+            raise Refusal(400, f"{name}: not supported; {kind.unsupported[name]}", param=name)
     known = {f.alias or name for name, f in kind.model_fields.items()}
     return made, sorted(islice((name[:_LONGEST_NAME] for name in given if name not in known), _MOST_NAMED))
 

@@ -2,7 +2,7 @@
 
 It checks, in this order: connection, size and framing, Host, Origin, key, method and kind of body, the body
 itself, and whether a slot is free. The application gets a checked JSON object and no credentials, and is
-cancelled when its client leaves. Every error has OpenAI's shape.
+cancelled when its client leaves. Every error has the shape of the path's API.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Methods = Callable[[str], Collection[str] | None]  # of a path; None if the appl
 
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
-METHODS = ("GET", "HEAD", "OPTIONS", "POST")
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
 SURPLUS = "thermocline.surplus"  # key in the scope's state of a connection beyond the limit
 _HOST = re.compile(r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?")  # a name or an IPv6 address, and a port
 _LONGEST_LOG_LINE = 1000
@@ -252,12 +252,13 @@ class Exchange:
         """Send the error as the response, or as a stream's last event. Any other response just ends."""
         if self.complete:
             return
-        body = refusal.body()
+        path = self._scope["path"]
+        body = refusal.body(path)
         if self.status == 0:
             await self.send({"type": "http.response.start", "status": refusal.status,
                              "headers": refusal.http_headers(body)})  # fmt: skip
         elif self.is_stream:
-            body = b"data: " + body + b"\n\n"
+            body = refusal.event(path)
         else:
             return
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
@@ -341,7 +342,7 @@ class Guard:
             raise Refusal(403, "Origin not allowed; add it with --allow-origin URL")
         headers = [
             (b"access-control-allow-methods", ", ".join(METHODS).encode()),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+            (b"access-control-allow-headers", b"anthropic-version, authorization, content-type, x-api-key"),
         ]
         await exchange.send({"type": "http.response.start", "status": 204, "headers": headers})
         await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -62,6 +62,8 @@ class ServerLimits:
     limit_trials: int = _count(16, "Grammars that wait to be tried out; more are refused with 503.")
     limit_onlookers: int = _count(32, "Streams of `/activity` at once; more are refused with 503.")
     limit_messages: int = _count(4096, "Messages of a conversation, with their parts and calls.")
+    limit_kept_responses: int = _count(256, "Responses of `/v1/responses` kept in memory; 0: none.", 0)
+    limit_kept_bytes: int = _bytes(64 * MIB, "Those responses and their conversations together.")
     limit_tools: int = _count(1024, "Functions that a model is offered (`tools`).")
     limit_template_variables: int = _count(64, "Variables of a chat template (`chat_template_kwargs`).", 0)
     limit_n: int = _count(8, "Answers to one prompt (`n`).")

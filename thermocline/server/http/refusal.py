@@ -1,6 +1,6 @@
-"""An error as clients of OpenAI's API expect it, and the headers that every response has.
+"""An error as clients of OpenAI's API and of Anthropic's expect it, and the headers of every response.
 
-Types are llama.cpp's; `code` is the HTTP status unless the error has a name.
+OpenAI's types are llama.cpp's; `code` is the HTTP status unless the error has a name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,17 @@ TYPES = {
     503: "unavailable_error",
     504: "server_error",
 }
+# In Anthropic's API. Others: invalid_request_error below 500, api_error from there on.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_ROUTES = "/v1/messages"
 _LONGEST_MESSAGE = 2000
 _LONGEST_PARAM = 200  # a client can make up a field name of megabytes
 
@@ -67,10 +78,27 @@ class Refusal(Exception):
         retry = {"retry-after": "1"} if status in (429, 503) else {}
         self.headers = {**retry, **(headers or {})}
 
-    def body(self) -> bytes:
-        """Return the error as JSON in ASCII, which is valid even if it quotes an unpaired surrogate."""
-        return json.dumps({"error": self.error}).encode("ascii")
+    def body(self, path: str = "") -> bytes:
+        """Return the error as the path's API has it.
+
+        It is JSON in ASCII, which is valid even if it quotes an unpaired surrogate.
+        """
+        return json.dumps(self.anthropic() if _is_anthropic(path) else {"error": self.error}).encode("ascii")
+
+    def event(self, path: str) -> bytes:
+        """Return the error as the last event of a stream."""
+        name = b"event: error\n" if _is_anthropic(path) else b""
+        return name + b"data: " + self.body(path) + b"\n\n"
+
+    def anthropic(self) -> dict[str, object]:
+        """Return the error as Anthropic's API has it."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.error["message"]}}
 
     def http_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
         ours = {"content-type": "application/json", "content-length": str(len(body)), **self.headers}
         return [(name.encode("ascii"), value.encode("latin-1")) for name, value in ours.items()]
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")

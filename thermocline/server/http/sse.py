@@ -11,3 +11,8 @@ DONE = b"data: [DONE]\n\n"
 
 def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def named_event(body: dict[str, Any]) -> bytes:
+    """Return an event that is named by its `type`."""
+    return f"event: {body['type']}\n".encode() + event(body)

@@ -102,6 +102,7 @@ class Finished:
     seed: int
     figures: Figures
     prompt_logprobs: tuple[TokenLogprobs, ...]  # of all tokens but the first, if requested
+    stop: str | None = None  # the stop string that ended the answer
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,8 @@ class EngineWorker:
                 found.append(Failed(job, type(request.error).__name__, str(request.error)))
             elif request.finish_reason is not None:
                 figures, scores = request.figures(), tuple(request.prompt_logprobs)
-                found.append(Finished(job, request.finish_reason, request.sampler.seed, figures, scores))
+                reason, seed = request.finish_reason, request.sampler.seed
+                found.append(Finished(job, reason, seed, figures, scores, request.matcher.met))
             else:
                 continue
             del self._jobs[job]

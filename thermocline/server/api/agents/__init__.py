@@ -1,0 +1,1 @@
+"""The APIs that agents speak, OpenAI's Responses and Anthropic's Messages, translated to a chat and back."""
