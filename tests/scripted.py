@@ -13,7 +13,7 @@ from serving import TEMPLATE
 
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams
-from thermocline.errors import IOFailure
+from thermocline.errors import IOFailure, ThermoclineError
 from thermocline.files.small_files import FilesOfDirectory
 from thermocline.llm import BUNDLED
 from thermocline.pack.pack import Pack
@@ -39,6 +39,7 @@ class ScriptedEngine(EngineProcess):
         super().__init__(ModelOptions(), EngineOptions(), progress=lambda *_: None, opened=lambda _: None)
         self.answer: Sequence[str] = ()
         self.endless = self.failing = False
+        self.failure: type[ThermoclineError] = IOFailure  # where it is failing
         self.reason = "stop"
         self.stop_text: str | None = None  # the stop string that ended the answer
         self.asked: list[SamplingParams] = []
@@ -66,7 +67,7 @@ class ScriptedEngine(EngineProcess):
             self._tell(Token(job, Chunk("and on ", 1)))
             await asyncio.sleep(0.005)
         if self.failing:
-            self._tell(Failed(job, IOFailure.__name__, "the disk is on fire"))
+            self._tell(Failed(job, self.failure.__name__, "the disk is on fire"))
         else:
             self._tell(Finished(job, self.reason, 1, FIGURES, (), self.stop_text))
 
@@ -94,7 +95,11 @@ class Scripted:
 
 @contextlib.contextmanager
 def scripted(
-    *, template: str | None = TEMPLATE, keys: Sequence[str] = (), limits: ServerLimits | None = None
+    *,
+    template: str | None = TEMPLATE,
+    keys: Sequence[str] = (),
+    limits: ServerLimits | None = None,
+    context: int = 1 << 20,
 ) -> Iterator[Scripted]:
     engine, limits = ScriptedEngine(), limits or ServerLimits()
     server = Api(
@@ -104,7 +109,7 @@ def scripted(
         keys=bool(keys),
     )
     server.model = ServedModel.of(
-        ModelOpened(Pack.open(BUNDLED).spec, FilesOfDirectory(BUNDLED), 1 << 20, 4, template), "scripted"
+        ModelOpened(Pack.open(BUNDLED).spec, FilesOfDirectory(BUNDLED), context, 4, template), "scripted"
     )
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
     made = Scripted(listener.url, engine, server)

@@ -112,9 +112,16 @@ def _outlives(pid: int) -> bool:
 
 # ---- schema
 
+# A list beyond its limit may make a body beyond its own.
+_SETTINGS = """[checks.negative_data_rejection]
+expected-statuses = [400, 401, 403, 404, 405, 406, 408, 409, 413, 415, 422, 428, 429]
+"""
 
-def schema(port: int, program: str, examples: int, seconds: int) -> Found:
+
+def schema(port: int, program: str, examples: int, seconds: int, paths: str) -> Found:
     """schemathesis: right and wrong data, NUL bytes too, against /openapi.json. -> cases by status.
+
+    `paths`: a regular expression of the routes that are tried.
 
     Its check that whatever a schema allows is taken is our own (`serve_hooks.py`), which has exceptions: no
     schema says what a grammar is, or a prompt that fits the context.
@@ -123,10 +130,11 @@ def schema(port: int, program: str, examples: int, seconds: int) -> Found:
     command = [where, "run", f"http://{clients.HOST}:{port}/openapi.json", "-m", "all", "-n", str(examples),
                "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "1",
                "--exclude-checks", "positive_data_acceptance", "--output-sanitize", "false",
-               "--max-time", str(seconds)]  # fmt: skip
+               "--max-time", str(seconds), "--include-path-regex", paths]  # fmt: skip
     hooks = {"SCHEMATHESIS_HOOKS": "serve_hooks", "PYTHONPATH": str(Path(__file__).resolve().parent)}
     with tempfile.TemporaryDirectory() as folder:  # it keeps notes of what failed where it runs
         report = Path(folder) / "report.ndjson"
+        (Path(folder) / "schemathesis.toml").write_text(_SETTINGS)
         done = subprocess.run(
             [*command, "--report-ndjson-path", str(report)],
             check=False,
@@ -223,7 +231,7 @@ def _long(o: Any) -> Found:
 
 def _schema(o: Any) -> Found:
     with Serving(*_flags(o), "--predict", "16", template=clients.TEMPLATE + "{# <tool_call> #}") as served:
-        return schema(served.port, o.program, o.count or 300, o.seconds)
+        return schema(served.port, o.program, o.count or 300, o.seconds, o.paths)
 
 
 FIGURES = {
@@ -267,6 +275,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="of requests, rounds or runs")
     parser.add_argument("--program", default="schemathesis", help="where it is")
     parser.add_argument("--seconds", type=int, default=600, help="that schemathesis may take")
+    parser.add_argument("--paths", default=".*", help="of the routes that schemathesis tries")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     figure = FIGURES[o.figure]

@@ -21,7 +21,9 @@ BEYOND = re.compile(
     r"|logit_bias and ignore_eos ban"
     r"|n: \d+ answers; at most|best_of: it has to be equal to n"
     r"|stop: texts of 1 to|top_logprobs: needs logprobs"
-    r"|the prompt has \d+ (tokens, the context holds|bytes, far more than a context)"
+    r"|(prompt is too long: )?the prompt has \d+ (tokens, the context holds|bytes, far more than a context)"
+    r"|(messages|input): at most \d+, not"
+    r"|input: the encrypted_content of a reasoning item"
     r"|.* cannot be variables of a chat template|chat_template_kwargs: "
 )
 

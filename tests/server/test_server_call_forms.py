@@ -12,7 +12,7 @@ import pytest
 from test_server_answer_parser import pieces_of, shown
 
 from thermocline.server.api.parsing.answer_parser import AnswerFormat
-from thermocline.server.api.parsing.call_forms import FORMS, HERMES
+from thermocline.server.api.parsing.call_forms import FORMS, HERMES, Call
 from thermocline.server.api.parsing.harmony import parser_of
 
 ADD = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}
@@ -239,3 +239,19 @@ def test_random_borders_change_nothing(name: str) -> None:
             else:
                 joined.append((kind, json.loads(said) if kind in SCHEMAS else said))
         assert joined == whole, text
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (r'{"a": "\ud83d\ude00"}', r'{"a": "\ud83d\ude00"}'),
+        (r'{"a": "\ud83d"}', r'{"a": "\ufffd"}'),
+        (r'{"a": "\ud83d\ud83d\ude00"}', r'{"a": "\ufffd\ud83d\ude00"}'),
+        (r'{"a": "\ude00\ud83d"}', r'{"a": "\ufffd\ufffd"}'),
+        (r'{"a": "\\ud83d"}', r'{"a": "\\ud83d"}'),
+        ('{"a": "\ud83d"}', '{"a": "\ufffd"}'),
+    ],
+)
+def test_half_a_pair_of_surrogates_is_replaced(given: str, want: str) -> None:
+    call = Call("f\udc00", given)
+    assert (call.name, call.arguments) == ("f\ufffd", want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from agent_shapes import CALL, PARAMETERS, SHOWN, prompt, sent_events
 from logged import logged
 from scripted import FIGURES, Scripted, scripted
+
+from thermocline.server.http.limits import ServerLimits
 
 HELLO = [{"role": "user", "content": "Hello"}]
 READ: dict[str, Any] = {"name": "read", "input_schema": PARAMETERS}
@@ -137,6 +140,8 @@ def test_claude_codes_header_is_not_part_of_the_prompt(puppet: Scripted) -> None
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
         {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
         {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"content": "x"}]},
         {"max_tokens": None},
         {"mcp_servers": [{"type": "url"}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -212,11 +217,37 @@ def test_the_reason_of_an_end_is_told(puppet: Scripted, reason: str, stop: str |
     assert delta["delta"] == {"stop_reason": want, "stop_sequence": stop}
 
 
-@pytest.mark.parametrize("arguments", ["[1]", '"a"'])
+@pytest.mark.parametrize("arguments", ["[1]", '"a"', '{"path": NaN}', '{"path": [1e999]}'])
 def test_arguments_that_are_no_object_still_reach_the_client(puppet: Scripted, arguments: str) -> None:
+    """Numbers that are not finite are no JSON: they were a 500."""
     puppet.engine.answer = [f'<tool_call>{{"name": "read", "arguments": {arguments}}}</tool_call>']
     (call,) = post(puppet, tools=[READ]).json()["content"]
-    assert list(call["input"]) == ["arguments"]
+    events = list(sent_events(post(puppet, tools=[READ], stream=True).text))
+    given = next(e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta")
+    assert json.loads(given) == call["input"] and list(call["input"]) == ["arguments"]
+
+
+def test_a_call_with_half_a_pair_of_surrogates_can_be_sent_back(puppet: Scripted) -> None:
+    """It was a 500, and with OpenAI's APIs a conversation that was refused from then on."""
+    puppet.engine.answer = [r'<tool_call>{"name": "read", "arguments": {"path": "\ud800!"}}</tool_call>']
+    content = post(puppet, tools=[READ]).json()["content"]
+    assert content[0]["input"] == {"path": "\ufffd!"}
+    assert post(puppet, messages=[*HELLO, {"role": "assistant", "content": content}]).status_code == 200
+
+
+def test_messages_without_a_block_are_empty_ones(puppet: Scripted) -> None:
+    """An answer may have none, and agents send it back."""
+    empty: list[Any] = [{"role": role, "content": []} for role in ("user", "assistant", "system", "user")]
+    assert post(puppet, messages=empty).status_code == 200
+    assert prompt(puppet) == "[user][assistant][system][user]"
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words() -> None:
+    """By them Claude Code knows that it has to shorten the conversation."""
+    with scripted(template=SHOWN, context=8) as made:
+        got = post(made, messages=[{"role": "user", "content": "Once upon a time there was a little fox"}])
+    assert got.status_code == 400
+    assert got.json()["error"]["message"].startswith("prompt is too long: the prompt has ")
 
 
 def test_tokens_are_counted_as_they_are_computed(puppet: Scripted) -> None:
@@ -236,6 +267,25 @@ def test_an_engine_that_fails_ends_the_stream_in_an_error(puppet: Scripted) -> N
     finally:
         puppet.engine.failing = False
     assert last == {"type": "error", "error": {"type": "api_error", "message": "the disk is on fire"}}
+
+
+def test_a_stream_that_takes_too_long_ends_in_an_error() -> None:
+    with scripted(template=SHOWN, limits=ServerLimits(limit_request_s=0.3)) as made:
+        made.engine.endless = True
+        *_, last = sent_events(post(made, stream=True).text)
+    assert last["type"] == "error" and last["error"]["type"] == "timeout_error"
+
+
+def test_a_client_that_leaves_ends_its_answer(puppet: Scripted) -> None:
+    puppet.engine.answer, puppet.engine.endless = ["Once"], True
+    puppet.engine.gone.clear()
+    asked = {"messages": HELLO, "max_tokens": 50, "stream": True}
+    try:
+        with httpx2.stream("POST", f"{puppet.url}/v1/messages", json=asked) as got:
+            next(line for line in got.iter_lines() if "content_block_delta" in line)
+        assert puppet.engine.gone.wait(5), "the engine was not told"
+    finally:
+        puppet.engine.endless = False
 
 
 @pytest.mark.parametrize("key", [{"x-api-key": "sesame"}, {"authorization": "Bearer sesame"}])

@@ -60,6 +60,28 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/completions", {"suffix": ""}, True),
     ("/v1/completions", {"suffix": "b"}, False),
     ("/v1/completions", {"logprobs": 21}, False),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, True),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "output_text"}]}]}, False),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": None}]}]},
+        False,
+    ),
+    ("/v1/responses", {"input": "a", "metadata": {"a" * 64: "b" * 512}}, True),
+    ("/v1/responses", {"input": "a", "metadata": {"a" * 65: "b"}}, False),
+    ("/v1/responses", {"input": "a", "metadata": {"a": "b" * 513}}, False),
+    *(
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": role, "content": [block]}]}, want)
+        for role, block, want in (
+            ("user", {"type": "tool_result", "tool_use_id": "a"}, True),
+            ("user", {"type": "text", "text": "a"}, True),
+            ("assistant", {"type": "tool_result", "tool_use_id": "a"}, False),
+            ("assistant", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, True),
+            ("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, False),
+            ("user", {"type": "thinking", "thinking": "a"}, False),
+            ("tool", {"type": "text", "text": "a"}, False),
+        )
+    ),
     ("/detokenize", {"tokens": [0, 4095]}, True),
     ("/detokenize", {"tokens": [400.0, 1e3]}, True),
     ("/v1/completions", {"max_tokens": 4.0, "temperature": 1.0}, True),

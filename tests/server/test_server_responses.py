@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +15,13 @@ from agent_shapes import CALL, PARAMETERS, SHOWN, prompt, sent_events
 from logged import logged
 from scripted import FIGURES, Scripted, scripted
 
+from thermocline.errors import IOFailure, ThermoclineError
+from thermocline.server.api.agents import responses_input
 from thermocline.server.api.agents.kept import KeptResponse, KeptResponses
+from thermocline.server.api.schema import Message
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Refusal
+from thermocline.server.process.suspects import CrashesEngine
 
 READ: Any = {"type": "function", "name": "read", "parameters": PARAMETERS, "strict": False}
 
@@ -98,6 +105,9 @@ def test_a_call_that_is_asked_for_is_enforced(puppet: Scripted, choice: Any) -> 
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"guided_regex": "a*"}, "guided_regex"),
+        ({"metadata": {"a": "b" * 513}}, "metadata.a"),
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools.0"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "write"}, "tools": [READ]}, "tool_choice"),
@@ -114,18 +124,20 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(
 def test_what_changes_nothing_is_named_once_in_the_log(puppet: Scripted) -> None:
     """The fields of a request of Codex."""
     more: dict[str, Any] = {
-        "client_metadata": {"a": "b"}, "prompt_cache_key": "k", "include": ["reasoning.encrypted_content"],
+        "client_metadata": {"a": "b"}, "prompt_cache_key": "k",
+        "include": ["reasoning.encrypted_content", "web_search_call.results"],
         "store": False, "reasoning": {"summary": "auto"}, "text": {"verbosity": "low"},
         "tools": [
             READ, {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "x"}],
         "tool_choice": "auto", "parallel_tool_calls": False, "service_tier": "priority",
     }  # fmt: skip
     with logged() as lines:
-        assert [post(puppet, **more).status_code for _ in range(2)] == [200, 200]
+        assert post(puppet, **more).status_code == post(puppet, **more, user="u").status_code == 200
     assert prompt(puppet) == "[user]Hello{tools: read }"
     found = [line for line in lines if "ignored" in line]
-    assert len(found) == 2, found
-    for name in ("client_metadata", "prompt_cache_key", "service_tier", "web_search", "custom", "verbosity"):
+    assert len(found) == 3 and found[2].endswith("ignored 'user'"), found
+    for name in ("client_metadata", "prompt_cache_key", "service_tier", "type web_search", "custom",
+                 "verbosity", "include of web_search_call.results"):  # fmt: skip
         assert sum(name in line for line in found) == 1, (name, found)
 
 
@@ -155,6 +167,8 @@ def test_a_stream_has_all_parts_in_order(puppet: Scripted, client: openai.OpenAI
     added = [e["item"] for e in events if e["type"] == "response.output_item.added"]
     assert [(i["id"], i["type"]) for i in added] == [(i["id"], i["type"]) for i in done]
     assert {e["item_id"] for e in events if "item_id" in e} == {i["id"] for i in done}
+    assert [i["id"].partition("_")[0] for i in done] == ["rs", "msg", "fc"]
+    assert re.fullmatch("resp_[0-9a-f]{24}", events[0]["response"]["id"])
     thought, text, call = done
     assert thought["content"] == [{"type": "reasoning_text", "text": "Let me see"}]
     assert text["content"][0]["text"] == "I read." and call["arguments"] == '{"path": "a.py"}'
@@ -209,15 +223,58 @@ def test_an_answer_that_is_cut_is_incomplete(puppet: Scripted) -> None:
         assert [i["status"] for i in made["output"]] == ["incomplete"]
 
 
-def test_an_engine_that_fails_ends_the_stream_in_failed(puppet: Scripted) -> None:
-    puppet.engine.answer, puppet.engine.failing = ["Once"], True
+def test_a_call_that_is_whole_is_complete_in_an_answer_that_is_cut(puppet: Scripted) -> None:
+    puppet.engine.answer, puppet.engine.reason = [CALL], "length"
+    try:
+        *_, item, last = sent_events(post(puppet, stream=True, tools=[READ]).text)
+    finally:
+        puppet.engine.reason = "stop"
+    assert last["type"] == "response.incomplete" and last["response"]["output"] == [item["item"]]
+    assert item["item"]["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(IOFailure, 500, "server_error"), (CrashesEngine, 422, "invalid_prompt")]
+)
+def test_an_engine_that_fails_ends_the_stream_in_failed(
+    puppet: Scripted, error: type[ThermoclineError], status: int, code: str
+) -> None:
+    """A client does not send again what was wrong."""
+    puppet.engine.answer, puppet.engine.failing, puppet.engine.failure = ["Once"], True, error
     try:
         *_, last = sent_events(post(puppet, stream=True).text)
-        assert post(puppet).status_code == 500
+        assert post(puppet).status_code == status
     finally:
-        puppet.engine.failing = False
+        puppet.engine.failing, puppet.engine.failure = False, IOFailure
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "server_error", "message": "the disk is on fire"}
+    assert last["response"]["error"] == {"code": code, "message": "the disk is on fire"}
+
+
+def test_a_stream_that_takes_too_long_ends_in_an_error() -> None:
+    with scripted(template=SHOWN, limits=ServerLimits(limit_request_s=0.3)) as made:
+        made.engine.endless = True
+        *_, last = sent_events(post(made, stream=True).text)
+        assert (last["type"], last["code"]) == ("error", "504") and "0.3 s" in last["message"]
+        with (
+            openai.OpenAI(base_url=f"{made.url}/v1", api_key="any", max_retries=0) as client,
+            pytest.raises(openai.APIError, match="took more than"),
+        ):
+            list(client.responses.create(model="scripted", input="Hello", stream=True))
+
+
+def test_a_client_that_leaves_ends_its_answer_which_is_not_kept(puppet: Scripted) -> None:
+    puppet.engine.answer, puppet.engine.endless = ["Once"], True
+    puppet.engine.gone.clear()
+    try:
+        with httpx2.stream(
+            "POST", f"{puppet.url}/v1/responses", json={"input": "Hello", "stream": True}
+        ) as got:
+            begun = next(line for line in got.iter_lines() if line.startswith("data: "))
+        assert puppet.engine.gone.wait(5), "the engine was not told"
+    finally:
+        puppet.engine.endless = False
+    id = json.loads(begun.removeprefix("data: "))["response"]["id"]
+    assert httpx2.get(f"{puppet.url}/v1/responses/{id}", timeout=60).status_code == 404
 
 
 # ---- responses that are kept
@@ -259,6 +316,28 @@ def test_the_oldest_responses_are_forgotten_first() -> None:
         kept.drop("b")
         kept.keep("d", KeptResponse(b"12345", (b"67890",)))
         assert kept.get("c") and kept.get("d"), "what is dropped makes room"
+
+
+def test_a_long_conversation_that_is_kept_is_read_apart_and_counted() -> None:
+    """A short body that goes on from megabytes held up everybody, and counted as a short one."""
+    limits = ServerLimits(limit_bodies_bytes=1 << 20)
+    with scripted(template=SHOWN, limits=limits) as made:
+        made.engine.answer = ["x" * 1000]
+        id = post(made, input="a" * 400_000).json()["id"]
+        readers: list[str] = []
+        read = responses_input.read
+
+        def watched(kept: bytes) -> list[Message]:
+            readers.append(threading.current_thread().name)
+            return read(kept)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(responses_input, "read", watched)
+            got = post(made, previous_response_id=id, input="a")
+            assert got.status_code == 200 and {r.partition("_")[0] for r in readers} == {"bodies"}
+            last = post(made, previous_response_id=got.json()["id"], input="a" * 700_000)
+        assert last.status_code == 503 and "too many large requests" in last.text
+        assert post(made, input="a" * 900_000).status_code == 200, "what was counted is free again"
 
 
 def test_a_server_can_keep_none() -> None:

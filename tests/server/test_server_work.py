@@ -20,6 +20,7 @@ from thermocline.engine.request import Chunk
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
 from thermocline.llm import LLM
+from thermocline.server.api.answers import Answer
 from thermocline.server.api.responses import events as stream_events
 from thermocline.server.http import sse
 from thermocline.server.process import worker
@@ -149,14 +150,25 @@ class SkippingLoop(asyncio.SelectorEventLoop):
         return self._waits.now
 
 
-def streamed(shape: Any, play: Any, ping_s: float) -> list[bytes]:
+class Spoken(Answer):
+    """Each token's text is an object. An empty one says nothing."""
+
+    def __init__(self) -> None:
+        nothing: Any = SimpleNamespace(stream_options=None)
+        super().__init__("any", nothing, nothing, 1)
+
+    def take(self, i: int, event: Token | Finished) -> list[dict[str, Any]]:
+        return [{"text": event.chunk.text}] if isinstance(event, Token) and event.chunk.text else []
+
+
+def streamed(answer: Answer, play: Any, ping_s: float) -> list[bytes]:
     """Return the bytes that a client is sent for one job, at once: nobody sleeps."""
 
     async def run() -> list[bytes]:
         engine = ScriptedEngine()
         work = Jobs(engine, [5])
         playing = asyncio.get_running_loop().create_task(play(work))
-        pieces: AsyncIterator[bytes] = stream_events(work, shape, ping_s)
+        pieces: AsyncIterator[bytes] = stream_events(work, answer, ping_s)
         found = [piece async for piece in pieces]
         await playing
         return found
@@ -174,8 +186,7 @@ def test_a_stream_whose_tokens_say_nothing_is_kept_alive() -> None:
             await asyncio.sleep(1 / 64)
         work.put(ended(5))
 
-    shape = SimpleNamespace(begin=list, take=lambda i, event: [], include_usage=False)
-    *pings, done = streamed(shape, play, 5 / 64)
+    *pings, done = streamed(Spoken(), play, 5 / 64)
     assert done == sse.DONE
     assert pings == [sse.SILENCE] * 6
 
@@ -186,11 +197,6 @@ def test_events_that_come_together_are_one_piece() -> None:
             work.put(token(5, text))
         work.put(ended(5))
 
-    shape = SimpleNamespace(
-        begin=list,
-        take=lambda i, event: [{"text": event.chunk.text}] if isinstance(event, Token) else [],
-        include_usage=False,
-    )
-    said, done = streamed(shape, play, 10)
+    said, done = streamed(Spoken(), play, 10)
     assert said == b'data: {"text":"a"}\n\ndata: {"text":"b"}\n\ndata: {"text":"c"}\n\n'
     assert done == sse.DONE

@@ -29,7 +29,7 @@ class Head:
 
     @staticmethod
     def of(kind: str, number: str, model: str) -> Head:
-        return Head(f"{kind}-{number}", int(time.time()), model)
+        return Head(f"{kind}{number}", int(time.time()), model)
 
     def object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -122,7 +122,7 @@ def text_logprobs(
 class Answer:
     """The objects that answer one request. Its `count` choices grow side by side."""
 
-    kind, streamed = "", ""
+    kind, streamed = "", ""  # how its id begins, and the name of a stream's objects
     silence = sse.SILENCE  # sent in a stream when there is nothing else to send
 
     def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
@@ -226,7 +226,7 @@ class GrowingMessage:
 
 
 class ChatAnswer(Answer):
-    kind, streamed = "chatcmpl", "chat.completion.chunk"
+    kind, streamed = "chatcmpl-", "chat.completion.chunk"
 
     def __init__(self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], Parts]) -> None:
         super().__init__(model, tokenizer, request, request.n or 1)
@@ -262,7 +262,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    kind, streamed = "cmpl", "text_completion"
+    kind, streamed = "cmpl-", "text_completion"
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, request: Any, prompts: Sequence[Sequence[int]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from thermocline.errors import ThermoclineError
 from thermocline.model.spec import ModelSpec
 from thermocline.server.api.parsing.answer_parser import AnswerFormat
-from thermocline.server.http.refusal import Refusal
+from thermocline.server.http.refusal import TOO_LONG, Refusal
 from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate
 from thermocline.text.tokenizer import Tokenizer
@@ -57,6 +57,6 @@ class ServedModel:
         if size > self.most_bytes:
             raise Refusal(
                 400, f"the prompt has {size} bytes, far more than a context of {self.context} tokens holds",
-                type="exceed_context_size_error", code="context_length_exceeded",
+                type="exceed_context_size_error", code=TOO_LONG,
                 extra={"n_ctx": self.context}
             )  # fmt: skip

@@ -108,7 +108,8 @@ _LISTS_OF_AGENTS = {
     "ReasoningItem": {"content": _PARTS}, "AllowedToolNames": {"tools": "limit_tools"},
     "CountTokensRequest": {"messages": _PARTS, "system": _PARTS, "tools": "limit_tools"},
     "MessagesRequest": {"messages": _PARTS, "system": _PARTS, "tools": "limit_tools"},
-    "AgentMessage": {"content": _PARTS}, "ToolResultBlock": {"content": _PARTS},
+    "SaidMessage": {"content": _PARTS}, "AnswerMessage": {"content": _PARTS},
+    "ToolResultBlock": {"content": _PARTS},
     "ContextManagement": {"edits": _PARTS},
 }  # fmt: skip
 STATUSES = {

@@ -22,7 +22,7 @@ from thermocline.server.api.model import ServedModel
 from thermocline.server.api.trials import Trials
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import Posted
-from thermocline.server.http.refusal import Refusal
+from thermocline.server.http.refusal import TOO_LONG, Refusal
 from thermocline.server.process.engine_process import EngineProcess, Jobs
 from thermocline.text.grammar import depth
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=schema.ApiObject)
 RETRY_LOADING_S = 2
-_MOST_IGNORED = 100  # log lines about ignored fields: clients make up the names, so there is no end of them
+_MOST_IGNORED = 256  # ignored fields named in the log: clients make up the names, so there is no end of them
 _MOST_NAMED = 20  # fields named in one such line
 _LONGEST_NAME = 64  # of a key that a client made up
 
@@ -53,7 +53,7 @@ class Api:
         engine.observe = self.metrics.observe
         self.model: ServedModel | None = None
         self.progress: tuple[str, int, int] | None = None
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._prompts = asyncio.Semaphore(1)  # the template's process answers one request at a time
         self._conversions = asyncio.Semaphore(1)
         self._trials = Trials(limits.limit_trials)
@@ -70,11 +70,11 @@ class Api:
         return made
 
     def report_ignored(self, path: str, names: Sequence[str]) -> None:
-        """Log each line once: a client that sends an unknown field sends it with every request."""
-        line = f"{path}: ignored {', '.join(map(repr, names))[:200]}"
-        if line not in self._reported and len(self._reported) < _MOST_IGNORED:
-            self._reported.add(line)
-            log.warning(line)
+        """Name each field once in the log: a client sends an unknown field with every request."""
+        fresh = [name for name in names if (path, name) not in self._reported]
+        if fresh := fresh[: _MOST_IGNORED - len(self._reported)]:
+            self._reported |= {(path, name) for name in fresh}
+            log.warning(f"{path}: ignored {', '.join(map(repr, fresh))}")
 
     def ready_model(self, asked: str | None = None) -> ServedModel:
         """Return the model. Refuse with 503 until the engine is ready, with 404 for another model."""
@@ -125,7 +125,7 @@ class Api:
         if len(ids) > model.context:
             raise Refusal(
                 400, f"the prompt has {len(ids)} tokens, the context holds {model.context}",
-                type="exceed_context_size_error", code="context_length_exceeded",
+                type="exceed_context_size_error", code=TOO_LONG,
                 extra={"n_prompt_tokens": len(ids), "n_ctx": model.context}
             )  # fmt: skip
         plain = replace(params, grammar=None)  # the engine's process compiles the grammar for itself

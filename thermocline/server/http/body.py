@@ -42,6 +42,9 @@ class Reservation:
         self._budget.left -= n - self._taken
         self._taken = n
 
+    def add(self, n: int) -> None:
+        self.set(self._taken + n)
+
     def give_back(self) -> None:
         self.set(0)
 

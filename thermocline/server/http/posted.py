@@ -45,6 +45,11 @@ class Posted:
             return what()
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)
 
+    def grow(self, n: int) -> None:
+        """Count `n` bytes more, of what a server has kept and is parsed with the body."""
+        self._share.add(n)
+        self._is_large = self._is_large or n >= _THREAD_FROM_BYTES
+
     def done(self) -> None:
         """Forget the body and free its part of the budget. May be called again."""
         self._body, self.value = bytearray(), {}

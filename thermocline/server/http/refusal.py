@@ -29,6 +29,8 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _ANTHROPIC_ROUTES = "/v1/messages"
+_RESPONSES_ROUTE = "/v1/responses"
+TOO_LONG = "context_length_exceeded"  # code of a prompt that the context cannot hold
 _LONGEST_MESSAGE = 2000
 _LONGEST_PARAM = 200  # a client can make up a field name of megabytes
 
@@ -87,13 +89,21 @@ class Refusal(Exception):
 
     def event(self, path: str) -> bytes:
         """Return the error as the last event of a stream."""
+        if path == _RESPONSES_ROUTE:
+            return b"event: error\ndata: " + json.dumps(self._of_responses()).encode("ascii") + b"\n\n"
         name = b"event: error\n" if _is_anthropic(path) else b""
         return name + b"data: " + self.body(path) + b"\n\n"
 
+    def _of_responses(self) -> dict[str, object]:
+        """Return the error as an event of OpenAI's Responses. Its Python client reads `error` alone."""
+        about = {name: self.error[name] for name in ("message", "param")}
+        return {"type": "error", "code": str(self.error["code"]), **about, "error": self.error}
+
     def anthropic(self) -> dict[str, object]:
-        """Return the error as Anthropic's API has it."""
+        """Return the error as Anthropic's API has it. By its words Claude Code knows a prompt as too long."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.error["message"]}}
+        words = "prompt is too long: " if self.error["code"] == TOO_LONG else ""
+        return {"type": "error", "error": {"type": kind, "message": f"{words}{self.error['message']}"}}
 
     def http_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
         ours = {"content-type": "application/json", "content-length": str(len(body)), **self.headers}

@@ -19,12 +19,13 @@ Event = dict[str, Any]
 
 @dataclass
 class AnswerPart:
-    """`call` is set if it is a call; a call is whole when it opens."""
+    """`call` is set if it is a call; a call is whole when it opens. `is_cut`: the answer ended within it."""
 
     kind: Literal["thought", "text", "call"]
     id: str
     texts: list[str] = field(default_factory=list)
     call: Call | None = None
+    is_cut: bool = False
 
     @property
     def text(self) -> str:
@@ -52,7 +53,9 @@ class GrowingAnswer(Answer):
     def end(self, i: int, ended: Finished) -> list[Event]:
         self._ended[i] = ended
         last = self._pieces(self._parser.flush())
-        return [*last, *self._close(ended.finish_reason != "length"), *self.finished(ended)]
+        if self._open is not None:
+            self._open.is_cut = ended.finish_reason == "length"
+        return [*last, *self._close(), *self.finished(ended)]
 
     def _pieces(self, pieces: Sequence[Piece]) -> list[Event]:
         found: list[Event] = []
@@ -74,9 +77,9 @@ class GrowingAnswer(Answer):
         self.parts.append(self._open)
         return self.opened(self._open)
 
-    def _close(self, complete: bool = True) -> list[Event]:
+    def _close(self) -> list[Event]:
         part, self._open = self._open, None
-        return [] if part is None else self.closed(part, complete)
+        return [] if part is None else self.closed(part)
 
     @property
     def called(self) -> bool:
@@ -91,8 +94,8 @@ class GrowingAnswer(Answer):
         """Return the events for more text of a part."""
 
     @abstractmethod
-    def closed(self, part: AnswerPart, complete: bool) -> list[Event]:
-        """Return the events that close a part. Not `complete`: the answer was cut in its midst."""
+    def closed(self, part: AnswerPart) -> list[Event]:
+        """Return the events that close a part."""
 
     @abstractmethod
     def finished(self, ended: Finished) -> list[Event]:

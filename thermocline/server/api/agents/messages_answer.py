@@ -14,7 +14,7 @@ _SIGNATURE = "thermocline"  # clients send a thought back only with a signature;
 
 
 class MessageAnswer(GrowingAnswer):
-    kind = "msg"
+    kind = "msg_"
     prefixes = {"thought": "block", "text": "block", "call": "block"}  # noqa: RUF012
     silence = sse.named_event({"type": "ping"})
 
@@ -73,7 +73,7 @@ class MessageAnswer(GrowingAnswer):
             return [self._delta({"type": "thinking_delta", "thinking": text})]
         return [self._delta({"type": "text_delta", "text": text})]
 
-    def closed(self, part: AnswerPart, complete: bool) -> list[Event]:
+    def closed(self, part: AnswerPart) -> list[Event]:
         stop: Event = {"type": "content_block_stop", "index": len(self.parts) - 1}
         if part.kind == "thought":
             return [self._delta({"type": "signature_delta", "signature": _SIGNATURE}), stop]
@@ -109,6 +109,7 @@ def _input(arguments: str) -> Event:
     """Return a call's arguments as an object. Others, which a model may write, go to `arguments`."""
     try:
         found = json.loads(arguments)
+        json.dumps(found, allow_nan=False)  # 1e999 is JSON, and infinity is not
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}

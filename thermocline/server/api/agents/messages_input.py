@@ -11,7 +11,6 @@ from thermocline.server.api import schema
 from thermocline.server.api.agents import messages_schema as given
 from thermocline.server.api.agents.responses_input import effort, named_tool
 from thermocline.server.api.model import ServedModel
-from thermocline.server.http.refusal import Refusal
 
 PARAMS = {
     "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config",
@@ -64,7 +63,7 @@ def _messages(r: given.CountTokensRequest) -> Iterator[schema.Message]:
     for m in r.messages:
         if isinstance(m.content, str):
             yield schema.Message.model_construct(role=m.role, content=m.content)
-        elif m.role == "assistant":
+        elif isinstance(m, given.AnswerMessage):
             yield _assistant(m.content)
         else:
             yield from _said(m.role, m.content)
@@ -84,7 +83,7 @@ def has_header(system: str | Sequence[given.TextBlock] | None) -> bool:
     return _HEADER.fullmatch(system[0].text) is not None
 
 
-def _assistant(blocks: Sequence[given.Block]) -> schema.Message:
+def _assistant(blocks: Sequence[given.AnswerBlock]) -> schema.Message:
     texts, thoughts, calls = [], [], []
     for b in blocks:
         match b:
@@ -96,8 +95,6 @@ def _assistant(blocks: Sequence[given.Block]) -> schema.Message:
                 arguments = json.dumps(b.input, ensure_ascii=False)
                 function = schema.FunctionCall.model_construct(name=b.name, arguments=arguments)
                 calls.append(schema.ToolCall.model_construct(id=b.id, function=function))
-            case given.ToolResultBlock():
-                raise _misplaced("tool_result", "assistant")
     return schema.Message.model_construct(
         role="assistant",
         content="".join(texts),
@@ -106,7 +103,7 @@ def _assistant(blocks: Sequence[given.Block]) -> schema.Message:
     )
 
 
-def _said(role: str, blocks: Sequence[given.Block]) -> Iterator[schema.Message]:
+def _said(role: str, blocks: Sequence[given.SaidBlock]) -> Iterator[schema.Message]:
     """Yield a user's message: each result of a tool is one of its own, and texts in a row are one."""
     texts: list[str] = []
     for b in blocks:
@@ -120,14 +117,8 @@ def _said(role: str, blocks: Sequence[given.Block]) -> Iterator[schema.Message]:
                 yield schema.Message.model_construct(
                     role="tool", content=_result(b.content), tool_call_id=b.tool_use_id
                 )
-            case _:
-                raise _misplaced(b.type, role)
-    if texts:
+    if texts or not blocks:
         yield schema.Message.model_construct(role=role, content="\n\n".join(texts))
-
-
-def _misplaced(kind: str, role: str) -> Refusal:
-    return Refusal(400, f"messages: a message of the role {role} has no {kind} blocks", param="messages")
 
 
 def _result(content: str | Sequence[given.TextBlock] | None) -> str:

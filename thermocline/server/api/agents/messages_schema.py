@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from thermocline.server.api.agents.responses_schema import of_kinds
-from thermocline.server.api.schema import SINGLE, ApiObject, AtMost, type_tag
+from thermocline.server.api.schema import SINGLE, UNSUPPORTED, ApiObject, AtMost, type_tag
 
 
 class TextBlock(ApiObject):
@@ -41,21 +41,38 @@ class ToolResultBlock(ApiObject):
     is_error: bool | None = Field(None, description="ignored: templates have no place for it")
 
 
-Block = Annotated[
+SaidBlock = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[ToolResultBlock, Tag("tool_result")],
+    of_kinds("type of block", "of users, text and tool_result are supported"),
+]
+AnswerBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    of_kinds("type of block", "text, thinking, tool_use and tool_result are supported"),
+    | Annotated[ToolUseBlock, Tag("tool_use")],
+    of_kinds("type of block", "of the assistant, text, thinking and tool_use are supported"),
 ]
 
 
-class AgentMessage(ApiObject):
-    role: Literal["user", "assistant", "system"]
+class SaidMessage(ApiObject):
+    role: Literal["user", "system"]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[Block], AtMost("limit_messages"), Tag("list")],
+        Annotated[str, Tag("text")] | Annotated[list[SaidBlock], AtMost("limit_messages"), Tag("list")],
         Discriminator(type_tag),
     ]
+
+
+class AnswerMessage(ApiObject):
+    role: Literal["assistant"]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[AnswerBlock], AtMost("limit_messages"), Tag("list")],
+        Discriminator(type_tag),
+    ]
+
+
+AgentMessage = Annotated[
+    Annotated[SaidMessage, Tag("user")] | Annotated[AnswerMessage, Tag("assistant")],
+    of_kinds("role", "user, assistant and system are supported", {"system": "user"}, key="role"),
+]
 
 
 class AgentTool(ApiObject):
@@ -123,7 +140,7 @@ def _objects(messages: Any) -> int:
 
 
 class CountTokensRequest(ApiObject):
-    unsupported: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED | {
         "container": "leave it out",
         "mcp_servers": "give tools",
         "output_format": "give output_config.format",

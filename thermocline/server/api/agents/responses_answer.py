@@ -19,7 +19,7 @@ from thermocline.server.process.messages import Finished
 class ResponseAnswer(GrowingAnswer):
     """`keep` gets the whole response and the assistant's message, if it is to be kept."""
 
-    kind = "resp"
+    kind = "resp_"
     prefixes = {"thought": "rs", "text": "msg", "call": "fc"}  # noqa: RUF012
 
     def __init__(
@@ -32,6 +32,7 @@ class ResponseAnswer(GrowingAnswer):
         self._about = _about(request)
         self._seals = ENCRYPTED in (request.include or ())
         self._keep = keep
+        self._made: Event = {}  # the response, once it has ended
         self._sent = 0
 
     # ---- objects
@@ -41,11 +42,10 @@ class ResponseAnswer(GrowingAnswer):
         is_cut = status == "incomplete"
         return {
             "id": self.head.id, "object": "response", "created_at": self.head.created, "status": status,
-            "completed_at": None if status == "in_progress" else int(time.time()),
+            "completed_at": int(time.time()) if status == "completed" else None,
             "error": None, "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": self.head.model,
-            "output": [self._item(p, status if p is self.parts[-1] else "completed") for p in self.parts]
-            if ended is not None else [],
+            "output": [] if ended is None else [self._item(p, _status(p)) for p in self.parts],
             "usage": None if ended is None else self._used(ended),
             **self._about,
         }  # fmt: skip
@@ -108,7 +108,7 @@ class ResponseAnswer(GrowingAnswer):
             return [self._of(part, "reasoning_text.delta", content_index=0, delta=text)]
         return [self._of(part, "output_text.delta", content_index=0, delta=text, logprobs=[])]
 
-    def closed(self, part: AnswerPart, complete: bool) -> list[Event]:
+    def closed(self, part: AnswerPart) -> list[Event]:
         done, text = [], part.text
         match part.kind:
             case "thought":
@@ -121,17 +121,17 @@ class ResponseAnswer(GrowingAnswer):
                 assert part.call is not None
                 name, arguments = part.call.name, part.call.arguments
                 done.append(self._of(part, "function_call_arguments.done", name=name, arguments=arguments))
-        item = self._item(part, "completed" if complete else "incomplete")
+        item = self._item(part, _status(part))
         return [*done, self._event("output_item.done", output_index=len(self.parts) - 1, item=item)]
 
     def finished(self, ended: Finished) -> list[Event]:
-        made = self.whole()
+        made = self._made = self._response("incomplete" if ended.finish_reason == "length" else "completed")
         if self._keep is not None:
             self._keep(made, self._message())
         return [self._event(made["status"], response=made)]
 
     def whole(self) -> Event:
-        return self._response("incomplete" if self._ended[0].finish_reason == "length" else "completed")
+        return self._made
 
     def _message(self) -> schema.Message:
         """Return the answer as a message of the conversation that goes on from it."""
@@ -156,9 +156,14 @@ class ResponseAnswer(GrowingAnswer):
         return b""
 
     def failure(self, refusal: Refusal) -> bytes:
-        error = {"code": "server_error", "message": refusal.error["message"]}
+        code = "server_error" if refusal.status >= 500 else "invalid_prompt"  # not to be sent again
+        error = {"code": code, "message": refusal.error["message"]}
         failed = self._response("failed") | {"error": error}
         return self.event(self._event("failed", response=failed))
+
+
+def _status(part: AnswerPart) -> str:
+    return "incomplete" if part.is_cut else "completed"
 
 
 def _thought(text: str) -> Event:

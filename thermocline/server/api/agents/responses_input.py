@@ -11,7 +11,8 @@ from thermocline.server.api import schema
 from thermocline.server.api.agents import responses_schema as given
 from thermocline.server.http.refusal import Refusal
 
-ENCRYPTED = "reasoning.encrypted_content"  # of `include`
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # of `include`
+_MOST_INCLUDED = 20  # named in a line of the log
 _OURS = "thermocline:"  # a thought of this server as clients send it back
 PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
@@ -66,8 +67,6 @@ def messages(items: str | Sequence[given.Item]) -> list[schema.Message]:
 def _joins(item: given.Item, answer: dict[str, Any]) -> bool:
     """Tell whether an item goes on with the assistant's message."""
     match item:
-        case given.ReasoningItem():
-            return not answer
         case given.MessageItem(role="assistant"):
             return "content" not in answer and "tool_calls" not in answer
         case given.CallItem():
@@ -98,6 +97,8 @@ def _part(part: given.ItemPart) -> str:
 
 def chat(r: given.ResponsesRequest, conversation: Sequence[schema.Message]) -> schema.ChatRequest:
     """Return the request as a chat. `conversation`: what is kept of it, and its input."""
+    if LOGPROBS in (r.include or ()):
+        raise Refusal(400, f"include: {LOGPROBS} is not supported; ask /v1/chat/completions", param="include")
     config = r.reasoning or given.ReasoningConfig.model_construct()
     text = r.text or given.TextConfig.model_construct()
     return schema.ChatRequest.model_construct(
@@ -182,6 +183,8 @@ def ignored(r: given.ResponsesRequest) -> Iterator[str]:
         yield "text.verbosity"
     if r.reasoning is not None and r.reasoning.summary is not None:
         yield "reasoning.summary"
+    for name in sorted({*(r.include or ())} - {ENCRYPTED})[:_MOST_INCLUDED]:
+        yield f"include of {name[:64]}"
 
 
 # ---- conversations that are kept

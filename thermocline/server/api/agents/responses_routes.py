@@ -37,6 +37,7 @@ class _ResponsesRoutes:
         r = await api.body(given, ResponsesRequest, path)
         api.ready_model(r.model)
         before = () if r.previous_response_id is None else self._kept.before(r.previous_response_id)
+        given.grow(sum(map(len, before)))
         if ignored := list(responses_input.ignored(r)):
             api.report_ignored(path, ignored)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from thermocline.server.api.schema import SINGLE, AnyFormat, ApiObject, AtMost, type_tag
+from thermocline.server.api.schema import SINGLE, UNSUPPORTED, AnyFormat, ApiObject, AtMost, type_tag
 
 
 class ItemPart(ApiObject):
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
     # Parsed more widely than described, so that a part that is not text is refused by its type's name.
     type: str = Field(json_schema_extra={"enum": ["input_text", "output_text"]})
     text: str | None = Field(None, json_schema_extra={"type": "string"})
@@ -52,22 +53,23 @@ class ReasoningItem(ApiObject):
     encrypted_content: str | None = Field(None, description="of an answer of this server")
 
 
-def kind_of(given: Any) -> str:
-    """Return the `type` of an object, "" if it has none."""
+def _kind_of(given: Any, key: str) -> str:
     if isinstance(given, str):
         return "word"
-    found = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    found = given.get(key) if isinstance(given, dict) else getattr(given, key, None)
     return "" if found is None else found if isinstance(found, str) else "?"
 
 
-def of_kinds(what: str, wanted: str, tags: Mapping[str, str] | None = None) -> Discriminator:
-    """Return the discriminator of a union of `what` by their types; `wanted` says which there are.
+def of_kinds(
+    what: str, wanted: str, tags: Mapping[str, str] | None = None, *, key: str = "type"
+) -> Discriminator:
+    """Return the discriminator of a union of `what` by the field `key`; `wanted` says which kinds there are.
 
-    `tags`: the tags of types that are not tags themselves.
+    `tags`: the tags of kinds that are not tags themselves; "" is an object without the field.
     """
     found = tags or {}
     return Discriminator(
-        lambda given: found.get(kind_of(given), kind_of(given)),
+        lambda given: found.get(kind := _kind_of(given, key), kind),
         custom_error_type=what.replace(" ", "_"),
         custom_error_message=f"{what}: {wanted}",
     )
@@ -146,13 +148,18 @@ class ReasoningConfig(ApiObject):
     summary: str | None = Field(None, description="ignored: thoughts are sent as they are")
 
 
+# OpenAI's bounds. Three events of a stream repeat the metadata.
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
 def _objects(items: Any) -> int:
     lists = (i.get(key) for i in items if isinstance(i, dict) for key in ("content", "output"))
     return len(items) + sum(len(found) for found in lists if isinstance(found, list))
 
 
 class ResponsesRequest(ApiObject):
-    unsupported: ClassVar[Mapping[str, str]] = {
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED | {
         "background": "leave it out",
         "conversation": "give previous_response_id, or all items",
         "prompt": "give instructions and input",
@@ -183,5 +190,5 @@ class ResponsesRequest(ApiObject):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=0, description="/v1/chat/completions has them")
     truncation: Literal["disabled"] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="sent back")
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16, description="sent back")
     stream: bool | None = None

@@ -26,11 +26,27 @@ def _new_id() -> str:
     return "".join(secrets.choice(_ID) for _ in range(9))
 
 
+# JSON can spell half of a pair of surrogates. UTF-8 cannot hold it, so no server takes it back.
+_HALVES = re.compile("[\ud800-\udfff]")
+_ESCAPES = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL)
+
+
+def _unpaired(found: re.Match[str]) -> str:
+    return "\\ufffd" if found[1] else found[0]
+
+
 @dataclass(frozen=True)
 class Call:
+    """Half of a pair of surrogates in a name or in arguments is replaced by U+FFFD."""
+
     name: str
     arguments: str  # JSON
     id: str = field(default_factory=_new_id)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _HALVES.sub("\ufffd", self.name))
+        arguments = _ESCAPES.sub(_unpaired, _HALVES.sub("\ufffd", self.arguments))
+        object.__setattr__(self, "arguments", arguments)
 
 
 @dataclass(frozen=True)
