@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from serving import TEMPLATE
@@ -100,6 +101,7 @@ def scripted(
     keys: Sequence[str] = (),
     limits: ServerLimits | None = None,
     context: int = 1 << 20,
+    files: Path = BUNDLED,
 ) -> Iterator[Scripted]:
     engine, limits = ScriptedEngine(), limits or ServerLimits()
     server = Api(
@@ -108,8 +110,11 @@ def scripted(
         defaults=SamplingParams(temperature=0.7, max_tokens=None),
         keys=bool(keys),
     )
+    spec = Pack.open(BUNDLED).spec
+    if files != BUNDLED:
+        spec = replace(spec, vocab_size=spec.vocab_size + 64)  # the tokenizer in `files` may have more tokens
     server.model = ServedModel.of(
-        ModelOpened(Pack.open(BUNDLED).spec, FilesOfDirectory(BUNDLED), context, 4, template), "scripted"
+        ModelOpened(spec, FilesOfDirectory(files), context, 4, template), "scripted"
     )
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
     made = Scripted(listener.url, engine, server)

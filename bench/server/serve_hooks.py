@@ -20,10 +20,11 @@ BEYOND = re.compile(
     r"|logit_bias has the token|the grammar, logit_bias and ignore_eos ban"
     r"|logit_bias and ignore_eos ban"
     r"|n: \d+ answers; at most|best_of: it has to be equal to n"
+    r"|(suffix: )?this model does not fill in|suffix: the prompt has to be text|n: /infill has one answer"
     r"|stop: texts of 1 to|top_logprobs: needs logprobs"
     r"|(prompt is too long: )?the prompt has \d+ (tokens, the context holds|bytes, far more than a context)"
     r"|(messages|input): at most \d+, not"
-    r"|input: the encrypted_content of a reasoning item"
+    r"|previous_response_id: this response is not kept|input: the encrypted_content of a reasoning item"
     r"|.* cannot be variables of a chat template|chat_template_kwargs: "
 )
 

@@ -307,3 +307,39 @@ class CompletionAnswer(Answer):
             tokens += [(c.token_id, c.logprobs) for c in self._chunks[i]]
             known = text_logprobs(self.tokenizer, tokens)
         return self._choice(i, self._echo[i] + "".join(self._texts[i]), ended.finish_reason, known)
+
+
+class InfillAnswer(Answer):
+    """What is between two texts, as llama.cpp's `/infill` gives it."""
+
+    kind, streamed = "infill-", ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
+        super().__init__(model, tokenizer, request, count)
+        self._texts: list[str] = []
+
+    def _content(self, text: str, *, stop: bool) -> dict[str, Any]:
+        return {"index": 0, "content": text, "stop": stop, "model": self.head.model}
+
+    def _last(self, text: str, ended: Finished) -> dict[str, Any]:
+        f, kind = ended.figures, "limit" if ended.finish_reason == "length" else "eos"
+        about = {
+            "stop_type": kind if ended.stop is None else "word", "stopping_word": ended.stop or "",
+            "tokens_predicted": f.tokens, "tokens_evaluated": f.prompt_tokens,
+            "tokens_cached": f.cached_tokens, "truncated": False, "timings": timings(f),
+        }  # fmt: skip
+        return self._content(text, stop=True) | about
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        self._texts.append(chunk.text)
+        return [self._content(chunk.text, stop=False)] if chunk.text else []
+
+    def end(self, i: int, ended: Finished) -> list[dict[str, Any]]:
+        self._ended[i] = ended
+        return [self._last("", ended)]
+
+    def whole(self) -> dict[str, Any]:
+        return self._last("".join(self._texts), self._ended[0])
+
+    def closing(self) -> bytes:
+        return b""

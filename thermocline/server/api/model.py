@@ -10,6 +10,7 @@ from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.http.refusal import TOO_LONG, Refusal
 from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate
+from thermocline.text.infill import Infill
 from thermocline.text.tokenizer import Tokenizer
 
 
@@ -23,6 +24,7 @@ class ServedModel:
     template: ChatTemplate | None
     why_no_template: str
     format: AnswerFormat
+    infill: Infill | None  # None: the model does not fill in the middle of a text
     most_bytes: int | None  # of the longest prompt that the context can hold
 
     @staticmethod
@@ -38,8 +40,9 @@ class ServedModel:
         about = files.origin.name if name is None else name
         most = tokenizer.most_bytes(opened.context)
         return ServedModel(
-            about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most
-        )
+            about, spec, opened.context, opened.max_batch, tokenizer, template, why, format,
+            Infill.of(tokenizer), most
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the processes of the template and the tokenizer."""

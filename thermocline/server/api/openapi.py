@@ -74,6 +74,7 @@ OPERATIONS = (
     Operation("get", "/v1/models/{model}", "The same by its name."),
     Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
     Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
+    Operation("post", "/infill", "Fill in the middle of a text.", schema.InfillRequest, streams=True),
     Operation(
         "post", "/v1/responses", "Answer items, as OpenAI's Responses.", ResponsesRequest, streams=True
     ),
@@ -159,11 +160,12 @@ def _bound(kinds: dict[str, Any], limits: ServerLimits, vocabulary: int | None) 
     if vocabulary is not None:
         kinds["Id"]["maximum"] = vocabulary - 1
     stop = {"minLength": 1, "maxLength": limits.limit_stop_bytes}
-    for kind in ("ChatRequest", "CompletionRequest"):
+    for kind in ("ChatRequest", "CompletionRequest", "InfillRequest"):
         field = kinds[kind]["properties"]
         field["n"]["maximum"] = limits.limit_n
         field["stop"] |= stop | {"maxItems": limits.limit_stop, "items": stop}
         field["logit_bias"]["maxProperties"] = limits.limit_logit_bias
+    kinds["InfillRequest"]["properties"]["input_extra"]["maxItems"] = limits.limit_messages
     chat = kinds["ChatRequest"]["properties"]
     chat["chat_template_kwargs"]["maxProperties"] = limits.limit_template_variables
     chat["messages"]["maxItems"] = limits.limit_messages

@@ -277,10 +277,23 @@ class CompletionRequest(Sampling):
     prompt: Prompt = Field("", json_schema_extra=_any_of)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
-    suffix: str | None = Field(
-        None, json_schema_extra={"maxLength": 0}, description="none: nothing is filled in"
-    )
+    suffix: str | None = Field(None, description="what comes after the answer, for models that fill in")
     best_of: int | None = Field(None, ge=1, description="what n says")
+
+
+class InfillFile(ApiObject):
+    filename: str = "file"
+    text: str
+
+
+class InfillRequest(Sampling):
+    input_prefix: str = Field("", description="what comes before the answer")
+    input_suffix: str = Field("", description="what comes after it")
+    prompt: str = Field("", description="what comes after input_prefix: the beginning of the line")
+    input_extra: Annotated[list[InfillFile], AtMost("limit_messages")] | None = Field(
+        None, description="other files of the project"
+    )
+    n_predict: int | None = Field(None, ge=-1, le=SINGLE, description="max_tokens")
 
 
 class TokenizeRequest(ApiObject):
@@ -323,6 +336,7 @@ def _texts(stop: str | list[str] | None) -> tuple[str, ...] | None:
 def settings(r: Asked) -> Asked:
     """Return the request without its texts, which need not stay in memory while it is answered."""
     texts: dict[str, Any] = {"messages": [], "prompt": "", "tools": None, "chat_template_kwargs": None}
+    texts |= {"suffix": None, "input_prefix": "", "input_suffix": "", "input_extra": None}
     texts |= dict.fromkeys(("grammar", "json_schema", "response_format"))
     return r.model_copy(update={k: v for k, v in texts.items() if k in type(r).model_fields})
 
