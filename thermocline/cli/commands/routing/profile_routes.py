@@ -68,7 +68,7 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
 
 
 def beside_neurons(o: ProfileOptions, path: Path, progress: ProgressBar) -> dict[str, Any] | None:
-    """Count the experts of a pack whose neurons were counted; None where none of them is ever on disk whole."""
+    """Count the experts of a pack whose neurons were counted; None where none is ever on disk whole."""
     from thermocline.pack.pack import Pack
 
     pack = Pack.open(path)
