@@ -408,6 +408,16 @@ def test_what_is_recorded_is_done_at_each_replay_and_not_before(stand_in: StandI
         order.clear()
 
 
+def test_a_wait_is_for_both_queues_also_where_nobody_joined_them(stand_in: StandIn) -> None:
+    """As after a step that was broken off: its task may go when the wait is over."""
+    order: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt), stand_in.beside():
+        stand_in.run(lambda: (time.sleep(0.05), order.append("beside")))
+        raise KeyboardInterrupt
+    stand_in.wait([])
+    assert order == ["beside"]
+
+
 def test_a_kernel_that_fails_is_a_device_failure_and_is_over_then(stand_in: StandIn) -> None:
     stand_in.run(torch.zeros(2).copy_, torch.zeros(3))
     with pytest.raises(DeviceFailure, match=r"stand-in.*size"):

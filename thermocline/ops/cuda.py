@@ -195,7 +195,10 @@ class Cuda:
         watch, begin = self._watch, time.monotonic()
         watch.begin(tasks)
         with self._failing():  # what a kernel did wrong shows here
-            event: Any = self.mark() if mark is None else mark
+            if mark is None:  # both queues: a step may have been broken off before it joined them
+                self._main.wait_stream(self._side)
+                mark = self.mark()
+            event: Any = mark
             while not event.query():
                 if time.monotonic() - begin > SPIN_S:
                     watch.check()

@@ -79,7 +79,7 @@ class Device(Protocol):
         """-> what queues again all that `work` queues, which is not run now."""
 
     def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
-        """Until a mark is reached, or all that is queued has ended.
+        """Until a mark is reached, or all that is queued, also beside and not joined, has ended.
 
         DeviceFailure if it failed, or `tasks` are stuck.
         """
@@ -224,13 +224,16 @@ class StandIn:
 
     def mark(self) -> object:
         assert self._recorded is None, "a mark is of one step alone"
+        return self._reached(self._on)
+
+    def _reached(self, queue: int) -> _Mark:
         reached, queues = _Mark(), self._queues
 
-        def reach(_: Signals) -> None:
+        def reach() -> None:
             reached.error = next((q.error for q in queues if q.error is not None), None)
             reached.set()
 
-        self._put(reach)
+        queues[queue].put(reach)
         return reached
 
     def after(self, mark: object) -> None:
@@ -258,16 +261,17 @@ class StandIn:
         return replay
 
     def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
-        ended = self.mark() if mark is None else mark
-        assert isinstance(ended, _Mark)
+        assert mark is None or isinstance(mark, _Mark)
+        marks = [self._reached(i) for i in range(len(self._queues))] if mark is None else [mark]
         self._watch.begin(tasks)
-        while not ended.wait(0.05):
-            self._watch.check()
+        for one in marks:
+            while not one.wait(0.05):
+                self._watch.check()
         self._watch.end()
-        if ended.error is not None:
+        if (error := next((m.error for m in marks if m.error is not None), None)) is not None:
             for queue in self._queues:
                 queue.error = None
-            raise DeviceFailure(f"{self.name}: {ended.error!r}") from ended.error
+            raise DeviceFailure(f"{self.name}: {error!r}") from error
 
     def release(self) -> None:
         with contextlib.suppress(DeviceFailure):  # it was said when it was met
