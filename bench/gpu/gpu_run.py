@@ -203,20 +203,20 @@ DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 def spans_of_trace(events: Sequence[dict[str, Any]]) -> list[QueueSpan]:
     """The GPU's work, and the CPU's tasks: the profiler does not see these, but they lie between a copy to
-    RAM and the next one from it in the same stream (with the hand-over).
+    RAM and the next one from it (with the hand-over), whatever runs beside them. Streams tell nothing: work
+    of a graph's side branch is said to be in the stream that the graph is launched in.
     """
     work = [e for e in events if e.get("ph") == "X" and e.get("cat") in DEVICE_WORK]
     work.sort(key=lambda e: float(e["ts"]))
-    spans, sent = [], dict[str, float]()
+    spans, sent = [], None
     for e in work:
         begin, name = float(e["ts"]), str(e["name"])
         stream, end = f"stream {e.get('args', {}).get('stream', e['tid'])}", begin + float(e["dur"])
-        if "HtoD" in name and stream in sent:
-            spans.append(QueueSpan(CPU_TASK, "CPU", sent.pop(stream), begin))
-        elif stream in sent:
-            del sent[stream]
+        if "HtoD" in name and sent is not None:
+            spans.append(QueueSpan(CPU_TASK, "CPU", sent, begin))
+            sent = None
         if "DtoH" in name:
-            sent[stream] = end
+            sent = end
         spans.append(QueueSpan(name, stream, begin, end))
     return spans
 
