@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import BLOCK, KVCache, Storage, blocks_for, in_ram
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
-from thermocline.machine import hardware, this_machine, tiers
+from thermocline.machine import gpu_speed, hardware, this_machine, tiers
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device, device_sizes
@@ -71,12 +72,14 @@ def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int
     return GpuOps((stand_in,), torch_kernels, CpuOps(2), spec, limits)
 
 
-def storage(places: Placement) -> Storage:
+def storage(places: Placement, device: Any = None) -> Storage:
+    """`device`: None for RAM as a stand-in's."""
+
     def made(layer: int, shape: KVShape) -> KVLayer:
         if places.layers[layer].attention == "cpu":
             return in_ram(layer, shape)
-        with contextlib.closing(StandIn()) as device:
-            return pages_on(device, shape)
+        with contextlib.closing(StandIn()) as another:
+            return pages_on(device or another, shape)
 
     return made
 
@@ -189,7 +192,7 @@ def logits(
 ) -> F32:
     """As test_options', with keys and values where their layers are."""
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
-    where = in_ram if places is None else storage(places)
+    where = in_ram if places is None else storage(places, ops.device)
     model, kv, out = bind(spec, w, ops), KVCache(spec, blocks_for(TOKENS), storage=where), []
     table = np.arange(blocks_for(TOKENS), dtype=np.int32)[None]
     for start in range(0, TOKENS, chunk):
@@ -504,7 +507,7 @@ class Counting(StandIn):
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = super().zeros(shape, dtype)
-        self.here += made.nbytes
+        self.here += device_sizes.pinned_bytes(made.nbytes)
         return made
 
 
@@ -614,6 +617,29 @@ def test_a_device_is_measured_for_the_planner(stand_in: StandIn) -> None:
     found = this_machine.with_gpu(here, stand_in, torch_kernels, 256 << 20)
     assert found.gpu is not None and found.name.startswith("stand-in, ")
     assert tiers.parse_tiers(tiers.tiers_json(found), "here") == found
+
+
+def test_what_a_device_reads_is_measured_without_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 ms of each kernel and 0.2 ms of each wait, by a clock of this test's."""
+    now = 0.0
+
+    class Slow(StandIn):
+        def run(self, kernel: Any, *args: Any) -> None:
+            nonlocal now
+            now += 1e-3
+
+        def wait(self, tasks: Any, mark: object = None) -> None:
+            nonlocal now
+            now += 2e-4
+
+    slow = Slow()
+    monkeypatch.setattr(gpu_speed, "time", SimpleNamespace(perf_counter=lambda: now))
+    for name in ("_gflops", "_launch_us", "_handover_us", "_link_gbs"):
+        monkeypatch.setattr(gpu_speed, name, lambda *_: 1.0)
+    found = gpu_speed.gpu_tier(slow, torch_kernels, 64 << 20, "f16")
+    slow.close()
+    assert found.read_gbs == pytest.approx((16 << 20) / 1e-3 / 1e9, rel=0.03)
+    assert found.share == pytest.approx(1, rel=0.03)
 
 
 def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Callable[..., Any]) -> None:

@@ -253,4 +253,9 @@ def _there(made: dict[str, Buffer]) -> int:
 
 
 def _here(made: dict[str, Buffer]) -> int:
-    return sum(b.nbytes * b.here for b in made.values())
+    return sum(pinned_bytes(b.nbytes) * b.here for b in made.values())
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return what torch takes of RAM for so much pinned memory: a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
