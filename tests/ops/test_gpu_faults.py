@@ -91,13 +91,13 @@ def measured_before(here: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gpu, "tiers_of", tiers_of)
     monkeypatch.setattr(gpu_speed, "_gflops", lambda device: 1.0)  # 25 ms
-    for name, value in {"RUNS": 1, "LAUNCHES": 3, "HANDOVERS": 2, "COLUMNS": 256}.items():
+    for name, value in {"RUNS": 1, "LAUNCHES": 3, "HANDOVERS": 2, "COLUMNS": 256, "LEAST_S": 0}.items():
         monkeypatch.setattr(gpu_speed, name, value)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    made = Card()
+    made = Card(order="first stream first")
     fake_cuda.install(monkeypatch, made)
     return made
 
@@ -165,7 +165,6 @@ AT_LOAD: dict[str, tuple[Any, int]] = {  # what fails, how, and the exit code
     "zeros": (OUT_OF_MEMORY, 8),
     "pinned": (RuntimeError("CUDA error: out of memory"), 8),
     "put": (GONE, 8),
-    "cuMemHostRegister": (OUT_OF_HOST_MEMORY, 8),
 }
 IN_A_STEP: dict[str, tuple[Any, int]] = {
     "kernel": (ILLEGAL, 8),
@@ -188,7 +187,7 @@ AT_THE_END = {"synchronize", "empty_cache", "cuMemHostUnregister"}
 def calls(tiny_pack: Path, part: float, here: tiers.Tiers) -> dict[str, int]:
     """How often a run makes each call."""
     with pytest.MonkeyPatch.context() as patch:
-        card = Card()
+        card = Card(order="first stream first")
         fake_cuda.install(patch, card)
         patch.setattr(gpu, "tiers_of", lambda g, *_: dataclasses.replace(
             here, gpu=dataclasses.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
@@ -199,8 +198,8 @@ def calls(tiny_pack: Path, part: float, here: tiers.Tiers) -> dict[str, int]:
 
 
 def test_the_card_is_asked_for_all_that_is_made_to_fail(calls: dict[str, int]) -> None:
-    asked = {*AT_LOAD, *IN_A_STEP, *AT_THE_END}
-    assert set(calls) - {"is_available", "get_device_name"} == asked
+    asked = {*AT_LOAD, *IN_A_STEP, *AT_THE_END, "cuMemHostRegister"}
+    assert set(calls) - {"is_available", "get_device_name", fake_cuda.ANY} == asked
     assert calls["cuLaunchHostFunc"] > 2 and calls["replay"] > 2, (
         "the plan divides layers, steps are replayed"
     )
@@ -253,6 +252,21 @@ def test_what_fails_at_the_end_changes_no_answer(
         ran = thermocline(*command)
         assert (ran.code, ran.out, ran.err) == (0, want, "") or (ran.code, ran.err.count("\n")) == (8, 1), at
         assert not card.registered
+
+
+def test_ram_that_cannot_be_pinned_is_not_sent_from(
+    card: Card, tiny_pack: Path, part: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit on locked memory, an IOMMU: the CPU computes its part of prompts, too."""
+    with opened(tiny_pack, part) as llm:
+        want = tokens(llm)
+    card.faults.set("cuMemHostRegister", 1, OUT_OF_HOST_MEMORY)
+    caplog.clear()
+    with nothing_left(), opened(tiny_pack, part) as llm:
+        assert tokens(llm) == want
+    (said,) = [m for m in caplog.messages if "the CPU computes its part of prompts, too: " in m]
+    assert "cannot pin" in said and "ulimit -l" in said
+    assert card.faults.struck and not card.registered
 
 
 def test_one_line_says_what_the_card_has_left(card: Card, tiny_pack: Path, part: float) -> None:
@@ -546,9 +560,6 @@ class Failing(StandIn):
         self.faults.met("pinned")
         return super().zeros(*args)
 
-    def register(self, *args: Any) -> None:
-        self.faults.met("register")
-
     def put(self, *args: Any) -> None:
         self.faults.met("put")
         super().put(*args)
@@ -606,7 +617,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 STAND_INS = (
-    "zeros", "pinned", "register", "put", "run", "copy", "call", "beside", "join", "record", "replay", "wait",
+    "zeros", "pinned", "put", "run", "copy", "call", "beside", "join", "record", "replay", "wait",
     "kernel",
 )  # fmt: skip
 

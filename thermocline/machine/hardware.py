@@ -220,6 +220,15 @@ def default_threads() -> int:
     return cores().threads
 
 
+def threads_beside_gpu() -> int:
+    """Return the threads that compute beside a GPU: one core queues and waits, one is the driver's.
+
+    A thread that waits for a core holds up all others at each barrier. Half of the cores compute in any case.
+    """
+    threads = default_threads()
+    return max(threads - 2, (threads + 1) // 2)
+
+
 def isa() -> Isa:
     import thermocline._native as _native
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ import torch
 from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
 from thermocline.ops.device import Task, Watchdog
 
+log = logging.getLogger(__name__)
+
 CAPABILITY = (8, 0)  # the least that Triton makes kernels for
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every GPU, whichever is the thread's present one
-SPIN_S = 0.02  # of a wait, without sleeping: a step takes 5 to 100 ms
+LOOK_S = 20e-6  # between looks at whether a step has ended: Linux makes 0.1 ms of it, of 3 to 100 ms
 
 
 def _driver() -> ctypes.CDLL:
@@ -119,14 +122,18 @@ class Cuda:
         except RuntimeError as e:
             raise DeviceFailure(f"{self.name}: no pinned memory: {_first_line(e)}") from e
 
-    def register(self, address: int, nbytes: int) -> None:
-        error = self._library.cuMemHostRegister_v2(address, nbytes, PORTABLE)
+    def register(self, address: int, nbytes: int) -> bool:
+        with self._failing(), torch.cuda.stream(self._main):  # its GPU is the thread's present one then
+            error = self._library.cuMemHostRegister_v2(address, nbytes, PORTABLE)
         if error:
-            raise DeviceFailure(
-                f"{self.name}: the driver cannot pin {nbytes / 2**30:.2f} GiB of RAM (error {error}): allow "
-                "less with --ram, or lift the limit on locked memory (ulimit -l)"
+            log.warning(
+                f"{self.name}: the driver cannot pin {nbytes / 2**30:.2f} GiB of RAM (error {error}), so the "
+                "CPU computes its part of prompts, too: allow less with --ram, or lift the limit on locked "
+                "memory (ulimit -l)"
             )
+            return False
         self._registered.append(address)
+        return True
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         with self._failing(), torch.cuda.stream(self._on):
@@ -141,7 +148,7 @@ class Cuda:
             to.copy_(source)
 
     def call(self, task: Task) -> None:
-        with self._failing(), torch.cuda.stream(self._on):  # its GPU is the thread's present one then
+        with self._failing(), torch.cuda.stream(self._on):
             error = self._library.cuLaunchHostFunc(self._on.cuda_stream, task.function, task.argument)
         if error:
             raise DeviceFailure(f"{self.name}: the driver refused a host function (error {error})")
@@ -176,7 +183,10 @@ class Cuda:
         try:
             with self._failing():
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self._main):
+                # What other threads do meanwhile is allowed. A capture that fails at its end leaves its
+                # stream as the thread's present one, hence another context around it.
+                capture = torch.cuda.graph(graph, stream=self._main, capture_error_mode="thread_local")
+                with torch.cuda.stream(self._main), capture:
                     try:
                         work()
                     except BaseException as e:
@@ -192,7 +202,8 @@ class Cuda:
         return replay
 
     def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
-        watch, begin = self._watch, time.monotonic()
+        """Sleep between looks: the CPU's threads want every core, and each look takes the driver's lock."""
+        watch = self._watch
         watch.begin(tasks)
         with self._failing():  # what a kernel did wrong shows here
             if mark is None:  # both queues: a step may have been broken off before it joined them
@@ -200,9 +211,8 @@ class Cuda:
                 mark = self.mark()
             event: Any = mark
             while not event.query():
-                if time.monotonic() - begin > SPIN_S:
-                    watch.check()
-                    time.sleep(50e-6)
+                watch.check()
+                time.sleep(LOOK_S)
         watch.end()
 
     def release(self) -> None:
@@ -210,8 +220,11 @@ class Cuda:
             return  # it would be waited for without an end
         with contextlib.suppress(DeviceFailure), self._failing():  # it was said when it was met
             torch.cuda.synchronize(self.torch)
-        while self._registered:
-            self._library.cuMemHostUnregister(self._registered.pop())
+        with contextlib.ExitStack() as own:
+            with contextlib.suppress(DeviceFailure), self._failing():
+                own.enter_context(torch.cuda.stream(self._main))  # a thread without a GPU is refused
+            while self._registered:
+                self._library.cuMemHostUnregister(self._registered.pop())
 
     def close(self) -> None:
         self.release()

@@ -47,8 +47,11 @@ class Device(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """In RAM, where the device copies from and to."""
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Memory that there is already, to copy from as from `pinned`."""
+    def register(self, address: int, nbytes: int) -> bool:
+        """Make memory that there is already such as to copy from as from `pinned`.
+
+        Return False, with a warning, where the system refuses.
+        """
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         """Queue work on tensors; what it returns is lost."""
@@ -195,8 +198,8 @@ class StandIn:
     def put(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
 
-    def register(self, address: int, nbytes: int) -> None:
-        pass
+    def register(self, address: int, nbytes: int) -> bool:
+        return True
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         self._work(getattr(kernel, "__name__", "kernel"), lambda: kernel(*args))

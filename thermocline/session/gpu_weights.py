@@ -305,7 +305,8 @@ def _with_pinned(
 
     if not any(divided(x) or sent(i, x) for i, x in enumerate(made.layers)):
         return made
-    device.register(arena.address, arena.nbytes)
+    if not device.register(arena.address, arena.nbytes):
+        return made
     here = _bytes_at(arena)
 
     def rows(name: str) -> DeviceRows:

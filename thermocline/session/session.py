@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class Session:
         progress: Progress = silent,
     ) -> None:
         self.pack, self.options, self.decision = pack, options, decision
-        self.threads = threads_of(options)
+        self.threads = threads_of(options, gpu=gpus is not None)
         self.weights_bytes = blocks.memory_bytes(pack, predictors, decision.placement.tables)
         self._predictors, self._gpus, self._progress = predictors, gpus, progress
         self._begun: BegunLoad | None = None
@@ -307,8 +308,10 @@ def read_budget_line(mb: float, from_disk: bool) -> str:
     )
 
 
-def threads_of(options: EngineOptions) -> int:
-    return hardware.default_threads() if options.threads is None else options.threads
+def threads_of(options: EngineOptions, *, gpu: bool = False) -> int:
+    if options.threads is not None:
+        return options.threads
+    return hardware.threads_beside_gpu() if gpu else hardware.default_threads()
 
 
 def needs_of(options: EngineOptions, beside: int = 0) -> Needs:
@@ -345,7 +348,8 @@ def _chosen(
     if options.gpu != "off":
         from thermocline.session import gpu_tier
 
-        divided = gpu_tier.chosen(pack, needs, options.gpu, options.vram)
+        beside = replace(needs, threads=threads_of(options, gpu=True))
+        divided = gpu_tier.chosen(pack, beside, options.gpu, options.vram)
         if divided is not None and options.read_budget is not None and divided[0].placement.from_disk:
             divided[1].close()
             raise UsageError(
