@@ -66,6 +66,9 @@ def of_rows(format: str, t: int) -> None:
     ops.matmul(h, gate, x, None, False, scratch(t))
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, False, named, None, counts, scratch(t))
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, True, None, empty(t, 8), counts, scratch(t))
+    if t <= FEW:
+        dense = None, None, None, scratch(t)
+        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense)
     ops.down(x, back, h, True, scratch(t))
     of_experts(format, t)
 

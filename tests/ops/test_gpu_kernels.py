@@ -429,6 +429,25 @@ def test_gates_of_every_kind(kernels: Kernels, activation: str, up_relu: bool) -
     ffn_case(kernels, "q8_0", 1, 9, 32, activation, gated=False, biased=True)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_dense_ffns_gate_and_up_are_one_call(kernels: Kernels, activation: str) -> None:
+    """All its neurons, uncounted; gate and up differ in format."""
+    n, dim = 11, 64
+    gate, g = kernels.rows("q8_0", normal(1, n, dim), pad=4)
+    up, u = kernels.rows("f16", normal(2, n, dim))
+    for tokens, gated, up_relu in (1, True, False), (3, True, True), (2, False, False):
+        x, bias = normal(3, tokens, dim), normal(4, n)
+        h = kernels.filled(tokens, n)
+        what = kernels.put(x), activation, 0.05, up_relu, None, None, None, kernels.scratch(), None, 1.702
+        kernels.ops.gate_up(h, gate, kernels.put(bias), up if gated else None, *what)
+        seen = met("q8_0", x)
+        want = activations.activate(reference.matmul(g, seen, bias), activation, 0.05, 1.702)
+        if gated:
+            y = reference.matmul(u, x, None)
+            want *= np.maximum(y, 0) if up_relu else activations.up_factor(y, activation, 0.05, False)
+        kernels.check(h, want)
+
+
 def test_where_nothing_is_named_nothing_is_active(kernels: Kernels, format: str) -> None:
     for tokens in 1, 17:
         ffn_case(kernels, format, tokens, 37, 64, share=0.0)

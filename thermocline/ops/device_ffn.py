@@ -109,11 +109,15 @@ class PartQueue:
         """`opened` [tokens, 1]: a token takes its sigmoid of the answer."""
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         h, up = self._hidden[0][: n * p.neurons].view(n, p.neurons), None
-        self.times(h, p.gate, normed)
-        if p.up is not None:
-            up = self._hidden[1][: n * p.neurons].view(n, p.neurons)
-            self.times(up, DeviceLinear(p.up, None), normed)
-        run(k.activate, h, h, up, a.kind, a.bound, a.up_relu, a.alpha)
+        if n <= device_sizes.FEW:  # in one launch
+            what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu)
+            run(k.gate_up, h, *what, None, None, None, self.scratch, None, a.alpha)
+        else:
+            self.times(h, p.gate, normed)
+            if p.up is not None:
+                up = self._hidden[1][: n * p.neurons].view(n, p.neurons)
+                self.times(up, DeviceLinear(p.up, None), normed)
+            run(k.activate, h, h, up, a.kind, a.bound, a.up_relu, a.alpha)
         if opened is not None:  # down has no bias
             run(k.open, h, opened)
         if p.sub_norm is not None:

@@ -267,7 +267,7 @@ class Kernels(Protocol):
         up_relu: bool,
         named: Vector,
         weights: Vector,
-        counts: torch.Tensor,
+        counts: Vector,
         scratch: Scratch,
         up_bias: Vector = None,
         alpha: float = 1.0,

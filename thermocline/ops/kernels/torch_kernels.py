@@ -311,7 +311,7 @@ def gate_up(
     up_relu: bool,
     named: Tensor | None,
     weights: Tensor | None,
-    counts: Tensor,
+    counts: Tensor | None,
     scratch: Scratch,
     up_bias: Tensor | None = None,
     alpha: float = 1.0,
@@ -324,7 +324,7 @@ def gate_up(
     `scales_input`: gate and up are times that, in place of their product.
     counts i32 [4] += (token, neuron) pairs that are not 0, neurons whose gate is open for some token (their
     up rows are read), gate rows read, neurons that are not 0 for some token (`down` reads theirs). Of up to
-    FEW tokens no other rows are read.
+    FEW tokens no other rows are read. Without counts, which FEW tokens may be, all are.
     """
     n, zero = gate.rows, x.new_zeros(())
     share = None if weights is None else weights.repeat_interleave(n // weights.shape[1], dim=1)
@@ -334,14 +334,17 @@ def gate_up(
     scales = share if scales_input and share is not None else x.new_ones(())
     a = _activation(_times(gate, x, gate_bias) * scales, activation, bound, alpha)
     a = torch.where(wanted, a, zero)
-    counts[2] += wanted.any(dim=0).sum()
-    counts[1] += (a != 0).any(dim=0).sum()
+    opened = wanted if counts is None else wanted & (a != 0).any(dim=0)
+    if counts is not None:
+        counts[2] += wanted.any(dim=0).sum()
+        counts[1] += (a != 0).any(dim=0).sum()
     if up is not None:
         u = _times(up, x, up_bias) * scales
         u = _activation(u, "relu", 0.0) if up_relu else _up_factor(u, activation, bound)
-        a = torch.where(wanted & (a != 0).any(dim=0), a * u, zero)
-    counts[0] += (a != 0).sum()
-    counts[3] += (a != 0).any(dim=0).sum()
+        a = torch.where(opened, a * u, zero)
+    if counts is not None:
+        counts[0] += (a != 0).sum()
+        counts[3] += (a != 0).any(dim=0).sum()
     h.copy_(a if share is None or scales_input else torch.where(wanted, a * share, zero))
 
 

@@ -325,7 +325,7 @@ def gate_up(
     up_relu: bool,
     named: Tensor | None,
     weights: Tensor | None,
-    counts: Tensor,
+    counts: Tensor | None,
     scratch: Scratch,
     up_bias: Tensor | None = None,
     alpha: float = 1.0,
@@ -338,6 +338,7 @@ def gate_up(
     how: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu}
     how["SCALES"] = scales_input and weights is not None
     if t > FEW:
+        assert counts is not None, "many tokens of a dense FFN go through its matrices one by one"
         ups = None if up is None else scratch.take(t, n)
         _matmul(h, gate, x, gate_bias, False, False, scratch)
         if up is not None and ups is not None:
@@ -352,6 +353,7 @@ def gate_up(
     args = h, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
     args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
     of_up = _products(gate if up is None else up, t)[2]
+    how["ALL"] = counts is None and n % rows == 0
     fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
     launch(
         triton_rows.gate_up_few,

@@ -150,7 +150,7 @@ def gate_up_few(
     h, gate, bias, up, up_bias, x, q, named, weights, counts,
     n, columns, gate_stride: tl.constexpr, up_stride: tl.constexpr, named_stride,
     tokens, each, pitch, bound, alpha,
-    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, ALL: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
     UP_FORMAT: tl.constexpr, UP_G: tl.constexpr, UP_V: tl.constexpr, UP_U: tl.constexpr,
@@ -159,7 +159,7 @@ def gate_up_few(
     """R neurons: their gates where named and where a token goes to their expert, which has `each` of them;
     then up where a gate is open. weights: a token's are `pitch` behind the one before's. SCALES: they scale
     gate and up.
-    counts: four additions a program.
+    counts: four additions a program; None: up does not wait for the gate. ALL: and rows are whole steps of R.
     """
     first = tl.program_id(0) * R
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
@@ -174,16 +174,21 @@ def gate_up_few(
         going = mine & (share != 0)
     else:
         going = mine
-    y = products(gate, first, wanted, columns, x, q, tokens, columns, 0, gate_stride,
+    asked = None if ALL and kinds(FORMAT) > 1 else wanted
+    y = products(gate, first, asked, columns, x, q, tokens, columns, 0, gate_stride,
                  FORMAT, B, R, G, V, U, EVEN)  # fmt: skip
     if bias is not None:
         y += tl.load(bias + row, mask=row < n, other=0)[None, :]
     if SCALES:
         y *= share
     a = tl.where(wanted[None, :] & going, activation(y, bound, alpha, ACTIVATION), 0.0)
-    opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
+    opened = wanted
+    asked = None if ALL and kinds(UP_FORMAT) > 1 else wanted
+    if counts is not None:
+        opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
+        asked = opened
     if up is not None:
-        u = products(up, first, opened, columns, x, q, tokens, columns, 0, up_stride,
+        u = products(up, first, asked, columns, x, q, tokens, columns, 0, up_stride,
                      UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)  # fmt: skip
         if up_bias is not None:
             u += tl.load(up_bias + row, mask=row < n, other=0)[None, :]
@@ -194,10 +199,11 @@ def gate_up_few(
     if weights is not None and not SCALES:
         a = tl.where(going, a * share, 0.0)
     tl.store(h + b * n + row[None, :], a, mask=mine)
-    tl.atomic_add(counts, tl.sum(tl.sum(active, axis=0), axis=0), sem="relaxed")
-    tl.atomic_add(counts + 1, tl.sum(opened.to(tl.int32), axis=0), sem="relaxed")
-    tl.atomic_add(counts + 2, tl.sum(wanted.to(tl.int32), axis=0), sem="relaxed")
-    tl.atomic_add(counts + 3, tl.sum(tl.max(active, axis=0), axis=0), sem="relaxed")
+    if counts is not None:
+        tl.atomic_add(counts, tl.sum(tl.sum(active, axis=0), axis=0), sem="relaxed")
+        tl.atomic_add(counts + 1, tl.sum(opened.to(tl.int32), axis=0), sem="relaxed")
+        tl.atomic_add(counts + 2, tl.sum(wanted.to(tl.int32), axis=0), sem="relaxed")
+        tl.atomic_add(counts + 3, tl.sum(tl.max(active, axis=0), axis=0), sem="relaxed")
 
 
 @triton.jit

@@ -1,0 +1,104 @@
+"""What a layer launches on a GPU, counted: Triton's kernels are noted instead of run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_options import natively
+
+from thermocline.engine.decoder import bind, forward
+from thermocline.engine.kv_cache import BLOCK, KVCache
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.device import StandIn
+from thermocline.ops.device_rows import DeviceRows
+from thermocline.ops.device_sizes import StepLimits
+from thermocline.ops.gpu import GpuOps, pages_on
+from thermocline.ops.interface import FFN, Batch, FFNPart, FFNStats, Layer, Linear, Norm, Weights
+
+pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+from thermocline.ops.kernels import triton_kernels
+
+pytestmark = pytest.mark.oracle
+DIM, FFN_DIM, HEADS, KV_HEADS, HEAD = 256, 512, 4, 2, 64
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, list[str]]]:
+    """A device, and the names of all that is launched on it."""
+    names, made = list[str](), StandIn()
+    run = made.run
+
+    def noted(kernel: Any, grid: Any, *args: Any, **how: Any) -> None:
+        names.append(getattr(kernel, "fn", kernel).__name__)
+
+    def other(kernel: Callable[..., Any], *args: Any) -> None:
+        if getattr(kernel, "__module__", "") != triton_kernels.__name__:
+            run(names.append, getattr(kernel, "__name__", "kernel"))
+        else:
+            run(kernel, *args)
+
+    monkeypatch.setattr(triton_kernels, "launch", noted)
+    monkeypatch.setattr(made, "run", other)
+    yield made, names
+    made.close()
+
+
+def rows(format: str, n: int, columns: int) -> DeviceRows:
+    return DeviceRows(torch.zeros((n, quant.row_bytes(format, columns)), dtype=torch.uint8), format, columns)
+
+
+def llama(format: str, layers: int) -> tuple[ModelSpec, Weights]:
+    """Return a dense one whose layers are on a device: RMS norms, SiLU, no biases."""
+    spec = ModelSpec("llama", DIM, FFN_DIM, layers, HEADS, KV_HEADS, HEAD, 64, 256, "rms", 1e-5, "silu")
+    norm = Norm(np.ones(DIM, np.float32), None)
+    gate, up, down = (rows(format, n, m) for n, m in ((FFN_DIM, DIM), (FFN_DIM, DIM), (DIM, FFN_DIM)))
+    part = FFNPart(Linear(gate, None), up, down, "gpu:0")
+    layer = Layer(
+        attn_norm=norm,
+        qkv=Linear(rows(format, (HEADS + 2 * KV_HEADS) * HEAD, DIM), None),
+        attn_out=Linear(rows(format, DIM, HEADS * HEAD), None),
+        ffn_norm=norm,
+        experts=(FFN((part,), None, False),),
+    )
+    table = natively(np.zeros((64, DIM), np.float32))
+    return spec, Weights(table, None, (layer,) * layers, norm, Linear(rows(format, 64, DIM), None))
+
+
+def of_step(device: StandIn, names: list[str], format: str, tokens: int, layers: int) -> list[str]:
+    """Return the launches of a step, in order."""
+    spec, weights = llama(format, layers)
+    limits = StepLimits(max(tokens, 4), 4, spec.max_context, BLOCK)
+    ops = GpuOps((device,), triton_kernels, CpuOps(1), spec, limits)
+    kv = KVCache(spec, 2, storage=lambda layer, shape: pages_on(device, shape))
+    at = np.arange(tokens, dtype=np.int32)
+    batch = Batch(at, at, np.zeros_like(at), np.zeros((1, 2), np.int32), at[-1:])
+    names.clear()
+    forward(bind(spec, weights, ops), kv, batch, ops, sparsity="exact", stats=FFNStats())
+    return list(names)
+
+
+@pytest.mark.parametrize(
+    "format, tokens, wanted",
+    [
+        ("f16", 1, ["norm", "matmul_few", "rope_store", "attend", "join_spans", "matmul_few", "norm",
+                    "gate_up_few", "matmul_few"]),
+        ("q4_0", 1, ["norm", "quantise", "matmul_few", "rope_store", "attend", "join_spans", "quantise",
+                     "matmul_few", "norm", "quantise", "gate_up_few", "quantise", "matmul_few"]),
+        ("f16", 17, ["norm", "matmul_many", "rope_store", "attend_many", "join_spans", "matmul_many", "norm",
+                     "matmul_many", "matmul_many", "activate", "matmul_many"]),
+    ],
+)  # fmt: skip
+def test_launches_of_a_dense_layer(
+    format: str, tokens: int, wanted: list[str], launched: tuple[StandIn, list[str]]
+) -> None:
+    """Two layers have a layer's more than one has."""
+    one, two = (of_step(*launched, format, tokens, n) for n in (1, 2))
+    begin = one.index(wanted[0])
+    assert one[begin : begin + len(wanted)] == wanted, one
+    assert two == one[:begin] + 2 * wanted + one[begin + len(wanted) :]
