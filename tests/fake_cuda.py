@@ -27,6 +27,7 @@ from thermocline import _native
 from thermocline.machine import hardware
 from thermocline.ops import cuda, kernels
 from thermocline.ops.kernels import torch_kernels
+from thermocline.session.self_check import verdicts
 
 GIB = 2**30
 NAME = "NVIDIA Pretended"
@@ -532,6 +533,9 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
     patch.setattr(ctypes, "CDLL", libraries(card))
     patch.setattr(cuda, "Cuda", device_of(card))
     patch.setattr(kernels, "triton_kernels", torch_kernels, raising=False)
+    patch.setattr(verdicts, "why_not", lambda *_: None)  # a process of its own sees no such card
     patch.setattr(
-        hardware, "gpu", lambda: hardware.GpuInfo(True, [NAME] * card.count, [2 * GIB] * card.count, "")
+        hardware,
+        "gpu",
+        lambda: hardware.GpuInfo(True, [NAME] * card.count, [2 * GIB] * card.count, "", "580.0"),
     )

@@ -192,7 +192,7 @@ def test_a_missing_gpu_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize(
     ("script", "found", "said"),
     [
-        ("echo 'NVIDIA H200, 143771'", True, ""),
+        ("echo 'NVIDIA H200, 143771, 580.65.06'", True, ""),
         ("echo 'NVIDIA-SMI has failed'; exit 9", False, "has failed"),
         ("true", False, "no GPU listed"),
     ],
@@ -208,6 +208,7 @@ def test_nvidia_smi_is_believed(
     assert gpu.found is found and said in gpu.why
     if found:
         assert gpu.names == ["NVIDIA H200"] and gpu.memory_bytes == [143771 << 20]
+        assert gpu.driver == "580.65.06"
 
 
 def test_the_first_nvidia_smi_may_take_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def test_the_first_nvidia_smi_may_take_half_a_minute(monkeypatch: pytest.MonkeyP
     def slow(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
         if timeout < 30:
             raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 0, "NVIDIA H200, 143771", "")
+        return subprocess.CompletedProcess(command, 0, "NVIDIA H200, 143771, 580.65.06", "")
 
     monkeypatch.setattr(shutil, "which", lambda _: "nvidia-smi")
     monkeypatch.setattr(subprocess, "run", slow)

@@ -73,6 +73,7 @@ class GpuInfo:
     names: list[str]
     memory_bytes: list[int]
     why: str  # the reason why none is found or usable
+    driver: str = ""  # its version
 
 
 @dataclass(frozen=True)
@@ -394,17 +395,17 @@ def gpu(root: Path = ROOT) -> GpuInfo:
     if smi is None:
         why = "driver loaded, but nvidia-smi is missing" if driver else "no NVIDIA driver found"
         return GpuInfo(False, [], [], why)
-    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = [smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
         return GpuInfo(False, [], [], f"nvidia-smi does not answer ({e})")
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.count(",") >= 2]
     if done.returncode != 0 or not rows:
         said = (done.stdout + done.stderr).strip().splitlines()
         return GpuInfo(False, [], [], f"nvidia-smi: {said[0] if said else 'no GPU listed'}")
-    sizes = [(_int(mib.strip()) or 0) << 20 for _, mib in rows]
-    return GpuInfo(True, [name.strip() for name, _ in rows], sizes, "")
+    sizes = [(_int(mib.strip()) or 0) << 20 for _, mib, _ in rows]
+    return GpuInfo(True, [name.strip() for name, _, _ in rows], sizes, "", rows[0][2].strip())
 
 
 # ---- all of it

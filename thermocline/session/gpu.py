@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,11 @@ from thermocline.plan.memory import GIB
 if TYPE_CHECKING:
     from thermocline.ops.device import Device
     from thermocline.ops.device_rows import Kernels
+    from thermocline.pack.stored_model import StoredModel
 
 log = logging.getLogger(__name__)
 
+Trust = Callable[[hardware.GpuInfo, int], str | None]  # -> why a GPU's answers are not to be trusted
 STAND_IN = "stand-in"  # a device in RAM: to see what a GPU would be given, and to test with
 STAND_IN_GIB = 1.0  # of it, unless --vram says
 PRETENDED = tiers.GpuTier(
@@ -39,9 +41,11 @@ class OpenGpu:
     others: int = 0  # GPUs beside it, which stay idle
 
 
-def find(asked: str, vram: float | None = None) -> OpenGpu | None:
+def find(asked: str, vram: float | None = None, trust: Trust | None = None) -> OpenGpu | None:
     """Open a GPU by name: "off", "auto" (None where none can be used), its number, or STAND_IN.
 
+    `trust` is asked about one that could be used before it is opened; None: its answers are not used, or are
+    compared anyway.
     Raises Unsupported where one is asked for by number and cannot be used, and says why. Logs why one that
     is there is not used.
     """
@@ -56,7 +60,10 @@ def find(asked: str, vram: float | None = None) -> OpenGpu | None:
         raise UsageError(f"--gpu {asked}: it is off, auto, a GPU's number, or {STAND_IN}")
     board = hardware.gpu()
     index = int(asked) if asked.isdigit() else 0
-    if why := unusable(board, index):
+    why = unusable(board, index)
+    if why is None and trust is not None:
+        why = trust(board, index)
+    if why is not None:
         if asked != "auto":
             raise Unsupported(f"--gpu {asked}: {why}")
         if board.found:  # else nobody misses it
@@ -65,7 +72,7 @@ def find(asked: str, vram: float | None = None) -> OpenGpu | None:
     return _cuda(index, vram)
 
 
-def find_all(asked: str, vram: float | None = None) -> tuple[OpenGpu, ...]:
+def find_all(asked: str, vram: float | None = None, trust: Trust | None = None) -> tuple[OpenGpu, ...]:
     """Open the GPUs that are named, with commas between them, as `find` does; none where none can be used.
 
     `vram`: GiB of each that may be taken.
@@ -77,7 +84,7 @@ def find_all(asked: str, vram: float | None = None) -> tuple[OpenGpu, ...]:
     found: list[OpenGpu] = []
     try:
         for name in names:
-            if (one := find(name, vram)) is not None:
+            if (one := find(name, vram, trust)) is not None:
                 found.append(one)
     except BaseException:
         for one in found:
@@ -112,6 +119,15 @@ def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
     except Unsupported as e:
         return str(e)
     return None
+
+
+def untrusted(model: StoredModel, board: hardware.GpuInfo, index: int) -> str | None:
+    """Return why a usable GPU's answers for a model are not to be trusted, or None."""
+    import torch
+
+    from thermocline.session.self_check import verdicts
+
+    return verdicts.why_not(model, index, torch.cuda.get_device_name(index), board.driver)
 
 
 def _cuda(index: int, vram: float | None) -> OpenGpu:

@@ -21,6 +21,7 @@ from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
 
 if TYPE_CHECKING:
+    from thermocline.machine.hardware import GpuInfo
     from thermocline.machine.tiers import Tiers
     from thermocline.model.modes import CacheTypes
     from thermocline.model.spec import ModelSpec
@@ -54,8 +55,13 @@ def chosen(pack: StoredModel, needs: Needs, asked: str, vram: float | None) -> t
     With "auto", what a GPU cannot hold or compute is the CPU's.
     """
     found, made = tuple[OpenGpu, ...](), None
+
+    def trust(board: GpuInfo, index: int) -> str | None:
+        check(pack.spec, needs.types)
+        return gpu.untrusted(pack, board, index)
+
     try:
-        found = gpu.find_all(asked, vram)
+        found = gpu.find_all(asked, vram, trust)
         if found:
             made = planned(found, pack, needs)
     except (OutOfBudget, Unsupported, DeviceFailure) as e:

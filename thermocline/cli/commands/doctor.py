@@ -39,6 +39,7 @@ def doctor(o: DoctorOptions) -> int:
     from thermocline.machine import hardware, this_machine
     from thermocline.machine.tiers import render, tiers_json
     from thermocline.session import gpu
+    from thermocline.session.self_check import verdicts
 
     directory = Path(o.disk) if o.disk else cache_dir(None)
     if o.disk and not directory.is_dir():
@@ -46,6 +47,7 @@ def doctor(o: DoctorOptions) -> int:
     found = hardware.measure(directory, o.threads)
     if found.gpu.found:
         found = replace(found, gpu=replace(found.gpu, why=_why_unused(found.gpu)))
+    checked = verdicts.known(found.gpu.names, found.gpu.driver) if found.gpu.found else []
     advice = hardware.advice(found, os.environ.get("THERMOCLINE_ISA"))
     software = {
         "thermocline": __version__,
@@ -62,9 +64,13 @@ def doctor(o: DoctorOptions) -> int:
             with replacing(Path(o.output)) as new:
                 new.write_text(render(tiers), encoding="utf-8")
         if o.json:
-            emit_json({**software, **asdict(found), "advice": advice, "tiers": tiers_json(tiers)})
+            checks = {"gpu_self_checks": [asdict(v) for v in checked]}
+            emit_json({**software, **asdict(found), **checks, "advice": advice, "tiers": tiers_json(tiers)})
             return 0
     lines = [("advice", line) for line in advice] or [("advice", "none: nothing holds this machine back")]
+    if found.gpu.found:
+        told = [v.line for v in checked] or ["none yet: the first run of a model with --gpu makes one"]
+        lines = [*(("gpu self-check", line) for line in told), *lines]
     emit(table([*((k.replace("_", " "), v) for k, v in software.items()), *hardware_rows(found), *lines]))
     return 0
 
