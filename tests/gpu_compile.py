@@ -282,17 +282,49 @@ def kernels(tokens: list[int], formats: list[str]) -> Iterator[tuple[str, Any, d
         yield name, made, options
 
 
+class Absent:
+    """As much of a card's driver as kernels ask about while they are compiled."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def compiled_for(name: str, made: ASTSource, options: dict[str, Any]) -> Any:
+    """Compile for sm_NN, or gfxNNN: an AMD GPU, gfx9 with 64 threads in a warp."""
+    if amd := name.startswith("gfx"):
+        target = GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+    else:
+        target = GPUTarget("cuda", int(name[3:]), 32)
+    triton.runtime.driver.set_active(Absent(target))
+    known = {k: v for k, v in options.items() if k != "maxnreg"} if amd else options
+    return triton.compile(made, target=target, options=known)
+
+
+def amd_facts(compiled: Any) -> dict[str, Any]:
+    """What LLVM says of its code."""
+    assembly = compiled.asm["amdgcn"]
+    said = {
+        k: int(n)
+        for k, n in re.findall(r"\.(vgpr_count|vgpr_spill_count|group_segment_fixed_size): *(\d+)", assembly)
+    }
+    return {
+        "registers": said["vgpr_count"],
+        "spilled": said["vgpr_spill_count"],
+        "shared": said["group_segment_fixed_size"],
+    }
+
+
 def main(targets: str, tokens: str, formats: str = ",".join(quant.FORMATS)) -> None:
     found = kernels([int(t) for t in tokens.split(",")], formats.split(","))
     for name, made, options in found:
         for target in targets.split(","):
-            compiled = triton.compile(made, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
-            print(
-                json.dumps(
-                    {"triton": triton.__version__, "kernel": name, "target": target, **look(made, compiled)}
-                ),
-                flush=True,
-            )
+            compiled = compiled_for(target, made, options)
+            facts = {"triton": triton.__version__, "kernel": name, "target": target}
+            facts |= amd_facts(compiled) if target.startswith("gfx") else look(made, compiled)
+            print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

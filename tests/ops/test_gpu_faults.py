@@ -25,11 +25,12 @@ from fake_cuda import Card, Faults
 from thermocline import LLM, SamplingParams
 from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
 from thermocline.machine import gpu_speed, hardware, tiers
-from thermocline.ops import device
+from thermocline.ops import device, kernels
 from thermocline.ops.cuda import Cuda
 from thermocline.ops.device import StandIn
 from thermocline.ops.gpu import GpuOps, Program
 from thermocline.ops.interface import FFNStats
+from thermocline.ops.kernels import torch_kernels
 from thermocline.session import gpu
 
 pytestmark = pytest.mark.oracle
@@ -464,9 +465,8 @@ def refused(pack: Path, thermocline: Callable[..., Any], *gpu: str) -> Any:
 def test_a_card_that_is_too_old_is_refused_by_number_and_left_out_by_auto(
     card: Card, tiny_pack: Path, thermocline: Callable[..., Any]
 ) -> None:
-    card.capability = (7, 5)
-    why = f"{fake_cuda.NAME} is too old: its compute capability is 7.5, Triton needs 8.0 (RTX 30, A100 or "
-    why += "later)"
+    card.capability = (7, 0)
+    why = f"{fake_cuda.NAME} is too old: its compute capability is 7.0, torch needs 7.5 (RTX 20, T4 or later)"
     ran = refused(tiny_pack, thermocline, "--gpu", "0")
     assert (ran.code, ran.err) == (6, f"thermocline: --gpu 0: {why}\n")
     ran = refused(tiny_pack, thermocline, "--gpu", "auto")
@@ -474,6 +474,25 @@ def test_a_card_that_is_too_old_is_refused_by_number_and_left_out_by_auto(
     assert gpu.unusable(hardware.gpu()) == why  # and so does doctor
     with pytest.raises(Unsupported, match="too old"):
         Cuda(0)
+
+
+def test_a_card_that_triton_makes_no_kernels_for_computes_with_torch(
+    card: Card, tiny_pack: Path, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RTX 20: the CPU's answer, one line, and no step recorded. `doctor` has the line, too."""
+    monkeypatch.setattr(kernels, "triton_kernels", None)
+    card.capability, card.free_bytes = (7, 5), 2 << 30
+    slower = f"{fake_cuda.NAME} has compute capability 7.5, which Triton makes no kernels for: torch's"
+    ran, alone = (refused(tiny_pack, thermocline, "--temp", "0", "--gpu", g) for g in ("0", "off"))
+    assert ran.code == 0 and ran.out == alone.out
+    assert ran.err.count(slower) == 1 and "untested on a card" in ran.err and slower not in alone.err
+    assert slower in thermocline("doctor").out
+    with LLM(tiny_pack, context=64, threads=3, gpu="0") as llm:
+        llm.generate(PROMPT, GREEDY)
+        ops = gpu_ops(llm)
+        assert ops.kernels is torch_kernels and not any(ops._programs.values())
+    card.capability = (8, 0)
+    assert gpu.slower() is None and Cuda(0).records
 
 
 def test_of_two_cards_the_named_one_computes_and_the_other_is_said_to_be_idle(

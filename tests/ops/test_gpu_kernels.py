@@ -33,7 +33,7 @@ pytestmark = pytest.mark.oracle
 FORMATS = list(quant.FORMATS)
 TOKENS = (1, 2, 3, 4, 8, 16, 17, 64)
 SOME = (1, 3, 17)
-TABLES = ("torch", "triton")
+TABLES = ("torch", "torch in pieces", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
@@ -49,7 +49,9 @@ each_format_and_batch = pytest.mark.parametrize(
 
 @pytest.fixture(params=TABLES)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    if request.param == "torch":
+    if request.param != "triton":
+        if request.param == "torch in pieces":
+            monkeypatch.setattr(torch_kernels, "PIECE", 999)
         return Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
     from thermocline.ops.kernels import triton_kernels
@@ -641,6 +643,29 @@ def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
     for out in outs:
         kernels.ops.down(out, rows, h, False, kernels.scratch())
     assert torch.equal(*outs)
+
+
+def test_torch_decodes_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix that is larger than the memory left for that, on a card without Triton."""
+    sizes: list[int] = []
+    decode = torch_kernels._decode
+
+    def seen(w: DeviceRows, data: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(data) * w.columns)
+        return decode(w, data)
+
+    monkeypatch.setattr(torch_kernels, "PIECE", 999)
+    monkeypatch.setattr(torch_kernels, "_decode", seen)
+    table = Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
+    rows, _ = table.rows("q8_0", normal(1, 40, 64))
+    out, wide = table.filled(2, 40), table.filled(2, 64)
+    torch_kernels.matmul(out, rows, table.put(normal(2, 2, 64)), None, False, table.scratch())
+    torch_kernels.down(wide, rows, table.put(normal(3, 2, 40)), False, table.scratch())
+    shares = table.put(np.ones((2, 2), np.float32))
+    torch_kernels.down_experts(
+        table.filled(2, 20), rows, table.put(normal(4, 2, 128)), shares, False, table.scratch()
+    )
+    assert sizes == [15 * 64, 15 * 64, 10 * 64] * 2 + [15 * 64, 5 * 64] * 2
 
 
 def test_a_products_bits_do_not_depend_on_company(

@@ -74,6 +74,7 @@ class GpuInfo:
     memory_bytes: list[int]
     why: str  # the reason why none is found or usable
     driver: str = ""  # its version
+    note: str = ""  # what is slower on the first than on others
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from thermocline.ops.device import Task, Watchdog
 
 log = logging.getLogger(__name__)
 
-CAPABILITY = (8, 0)  # the least that Triton makes kernels for
+CAPABILITY = (7, 5)  # the least that torch is built for
+TRITON = (8, 0)  # the least that Triton makes kernels for
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every GPU, whichever is the thread's present one
 LOOK_S = 20e-6  # between looks at whether a step has ended: Linux makes 0.1 ms of it, of 3 to 100 ms
 
@@ -38,8 +39,8 @@ def _driver() -> ctypes.CDLL:
     return library
 
 
-def check(index: int) -> None:
-    """Unsupported where torch sees no such GPU, or the kernels are not made for it."""
+def check(index: int) -> tuple[int, int]:
+    """Return a GPU's compute capability. Unsupported where torch sees no such GPU, or is not built for it."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown} hides others)"
     try:
@@ -53,9 +54,9 @@ def check(index: int) -> None:
     if capability < CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (capability, CAPABILITY))
         raise Unsupported(
-            f"{name} is too old: its compute capability is {has}, Triton needs "
-            f"{needs} (RTX 30, A100 or later)"
+            f"{name} is too old: its compute capability is {has}, torch needs {needs} (RTX 20, T4 or later)"
         )
+    return capability
 
 
 def _first_line(e: BaseException) -> str:
@@ -67,7 +68,7 @@ class Cuda:
     """One NVIDIA GPU. The CPU's tasks are the driver's host functions: graphs replay them without Python."""
 
     def __init__(self, index: int = 0) -> None:
-        check(index)
+        self.records = check(index) >= TRITON  # torch's kernels bring tables from RAM, which no graph may
         self.torch, self.name = torch.device("cuda", index), f"GPU {index}"
         self._registered: list[int] = []
         self._watch = Watchdog()

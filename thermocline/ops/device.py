@@ -40,6 +40,7 @@ class Task(Protocol):
 class Device(Protocol):
     name: str
     torch: Any  # its torch.device
+    records: bool  # whether its kernels can be recorded
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """On the device. DeviceFailure where it has no room."""
@@ -178,6 +179,8 @@ class QueueSpan:
 
 class StandIn:
     """A device in RAM, for machines without a GPU and for tests: the same order, the same recordings."""
+
+    records = True
 
     def __init__(self) -> None:
         self.name, self.torch = "stand-in", torch.device("cpu")

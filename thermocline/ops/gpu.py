@@ -302,7 +302,7 @@ class GpuOps:
         """Queue what `work` does, recorded or as recorded before. It is under way until it has `ended`."""
         self.free, self._task = list(range(STREAMS)), None
         program = self._programs.get(key)
-        recorded = key.tokens <= RECORDED and not self._side
+        recorded = key.tokens <= RECORDED and not self._side and self.device.records
         if recorded and program is None and key._replace(turn=0) in self._programs:
             program = self._programs[key] = self._record(key, work)
         if program is None:

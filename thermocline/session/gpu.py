@@ -29,6 +29,7 @@ PRETENDED = tiers.GpuTier(
     1 << 30, 1000.0, 0.8, 80000.0, 0.0, 0.0, 25.0
 )  # its speeds: all goes there that fits
 RESERVE_BYTES = 256 << 20  # of free VRAM, left to whoever else draws on the screen
+DECODED_BYTES = 768 << 20  # and to torch's kernels, which work on pieces of decoded weights, keys and values
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,35 @@ def untrusted(model: StoredModel, board: hardware.GpuInfo, index: int) -> str | 
     return verdicts.why_not(model, index, torch.cuda.get_device_name(index), board.driver)
 
 
+def slower(index: int = 0) -> str | None:
+    """Return what is slower on a usable GPU that Triton makes no kernels for; None: nothing."""
+    import torch
+
+    from thermocline.ops import cuda
+
+    capability = cuda.check(index)
+    if capability >= cuda.TRITON:
+        return None
+    return (
+        f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, which "
+        "Triton makes no kernels for: torch's compute instead, several times as slow (each use of a weight "
+        "decodes it to f32, no step is recorded); untested on a card"
+    )
+
+
 def _cuda(index: int, vram: float | None) -> OpenGpu:
     from thermocline.ops.cuda import Cuda
-    from thermocline.ops.kernels import triton_kernels
+    from thermocline.ops.kernels import torch_kernels, triton_kernels
 
+    note, reserve = slower(index), RESERVE_BYTES
+    if note is not None:
+        log.warning(note)
+        reserve += DECODED_BYTES
     device = Cuda(index)
-    free = max(0, device.free_bytes() - RESERVE_BYTES)
+    free = max(0, device.free_bytes() - reserve)
     free = free if vram is None else min(free, int(vram * GIB))
-    return OpenGpu(device, triton_kernels, free, device.others)
+    kernels: Kernels = triton_kernels if note is None else torch_kernels
+    return OpenGpu(device, kernels, free, device.others)
 
 
 def tiers_of(gpu: OpenGpu, formats: Sequence[str], threads: int) -> tiers.Tiers:

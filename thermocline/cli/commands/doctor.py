@@ -46,7 +46,7 @@ def doctor(o: DoctorOptions) -> int:
         raise IOFailure(f"{directory}: no such directory")
     found = hardware.measure(directory, o.threads)
     if found.gpu.found:
-        found = replace(found, gpu=replace(found.gpu, why=_why_unused(found.gpu)))
+        found = replace(found, gpu=_used(found.gpu))
     checked = verdicts.known(found.gpu.names, found.gpu.driver) if found.gpu.found else []
     advice = hardware.advice(found, os.environ.get("THERMOCLINE_ISA"))
     software = {
@@ -75,14 +75,16 @@ def doctor(o: DoctorOptions) -> int:
     return 0
 
 
-def _why_unused(board: hardware.GpuInfo) -> str:
-    """Return why a GPU is not used; empty if it is."""
+def _used(board: hardware.GpuInfo) -> hardware.GpuInfo:
+    """Return the GPUs with why they are not used, or what is slower on the first."""
     from thermocline.session import gpu
 
     try:
-        return gpu.unusable(board) or ""
+        if why := gpu.unusable(board):
+            return replace(board, why=why)
+        return replace(board, note=gpu.slower() or "")
     except DeviceFailure as e:
-        return str(e)
+        return replace(board, why=str(e))
 
 
 def hardware_rows(h: hardware.Hardware) -> list[tuple[str, str]]:
@@ -108,4 +110,6 @@ def hardware_rows(h: hardware.Hardware) -> list[tuple[str, str]]:
     boards = [f"{name}, {size(nbytes)}" for name, nbytes in zip(g.names, g.memory_bytes, strict=True)]
     unused = f" (not used: {g.why})" if g.why else ""
     rows.append(("gpu", f"{'; '.join(boards)}{unused}" if g.found else f"none: {g.why}"))
+    if g.note:
+        rows.append(("gpu note", g.note))
     return rows

@@ -21,6 +21,7 @@ from thermocline.ops.interface import CANDIDATES, Heads
 Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NOUGHT = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4, "tq2_0": 1}  # what stands for 0
+PIECE = 1 << 22  # weights, or numbers of keys, that are floats at once: in all 16 to 24 bytes of each
 BOOKS = {"iq4_nl": IQ4, "iq4_xs": IQ4, "mxfp4": E2M1}  # numbers are places in these
 
 
@@ -105,6 +106,20 @@ def attention(
     scratch: Scratch,
 ) -> None:
     """out [B, n * d]: each token's heads against its sequence's positions up to its own, which are stored."""
+    for s in _pieces(len(qkv), table.shape[1] * v.shape[2] * heads.n_kv * heads.dim):
+        _attend(out[s], qkv[s], heads, positions[s], sequence[s], table, k, v)
+
+
+def _attend(
+    out: Tensor,
+    qkv: Tensor,
+    heads: Heads,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
     t, block, group = len(qkv), v.shape[2], heads.n // heads.n_kv
     q = qkv[:, : heads.n * heads.dim].view(t, heads.n_kv, group, heads.dim)
     pages = table[sequence.long()].long().clamp(min=0)  # absent ones are masked
@@ -177,12 +192,13 @@ def latent_attention(
     scratch: Scratch,
 ) -> None:
     """out [B, n, kv_rank]: each token's heads against its sequence's latents up to its own."""
-    pages = table[sequence.long()].long().clamp(min=0)
-    keys = k[pages].flatten(1, 2).float()
-    seen = (torch.arange(keys.shape[1], device=q.device) <= positions[:, None])[:, None]
-    p = torch.where(seen, q @ keys.mT * heads.scale, -math.inf).softmax(dim=-1)
-    values = torch.where(seen.mT, keys[..., : heads.value_dim], keys.new_zeros(()))
-    out.copy_(p @ values)
+    for s in _pieces(len(q), table.shape[1] * k.shape[1] * heads.dim):
+        pages = table[sequence[s].long()].long().clamp(min=0)
+        keys = k[pages].flatten(1, 2).float()
+        seen = (torch.arange(keys.shape[1], device=q.device) <= positions[s, None])[:, None]
+        p = torch.where(seen, q[s] @ keys.mT * heads.scale, -math.inf).softmax(dim=-1)
+        values = torch.where(seen.mT, keys[..., : heads.value_dim], keys.new_zeros(()))
+        out[s].copy_(p @ values)
 
 
 def _norm_heads(heads: Heads, part: Tensor, weight: object) -> None:
@@ -350,9 +366,14 @@ def gate_up(
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
     """out [B, dim] (+)= h [B, n] times rows, one a neuron; those that are 0 for all tokens add nothing."""
-    w = _decode(rows, rows.data)
     needed = (h != 0).any(dim=0)[:, None]
-    _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
+    y: Tensor | None = None
+    for s in _pieces(rows.rows, rows.columns):
+        w = _decode(rows, rows.data[s])
+        part = h[:, s] @ torch.where(needed[s], w, w.new_zeros(()))
+        y = part if y is None else y + part
+    if y is not None:
+        _put(out, y, add)
 
 
 def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
@@ -364,8 +385,10 @@ def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool,
     h = _met(rows, h)
     y, needed = torch.zeros_like(out), (weights != 0).any(dim=0)
     for e, own in enumerate(h.view(len(h), experts, -1).unbind(dim=1)):
-        w = _decode(rows, rows.data[e * dim : (e + 1) * dim])
-        y += own @ torch.where(needed[e], w, w.new_zeros(())).T
+        mine = rows.data[e * dim : (e + 1) * dim]
+        for s in _pieces(dim, rows.columns):
+            w = _decode(rows, mine[s])
+            y[:, s] += own @ torch.where(needed[e], w, w.new_zeros(())).T
     _put(out, y, add)
 
 
@@ -456,8 +479,10 @@ def predict(
     do not. Neurons [0, hot) are named always, and those of a score that is no number.
     """
     if second.format == SIGNS:
-        signs = _bits(second.data[:, second.skip : second.skip + second.row_bytes], second.columns)
-        scores = torch.where(x > 0, 1.0, -1.0) @ (2.0 * signs - 1.0).T
+        bytes_of = second.data[:, second.skip : second.skip + second.row_bytes]
+        mine = torch.where(x > 0, 1.0, -1.0)
+        pieces = _pieces(second.rows, second.columns)
+        scores = torch.cat([mine @ (2.0 * _bits(bytes_of[s], second.columns) - 1.0).T for s in pieces], dim=1)
     else:
         code = x if first is None else _times(first, x, None)
         scores = _times(second, code.clamp(min=0) if relu else code, None)
@@ -617,8 +642,15 @@ def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    y = _met(w, x) @ _decode(w, w.data).T
+    met = _met(w, x)
+    y = torch.cat([met @ _decode(w, w.data[s]).T for s in _pieces(w.rows, w.columns)], dim=1)
     return y if bias is None else y + bias
+
+
+def _pieces(n: int, each: int) -> list[slice]:
+    """Return n things of so many numbers each in turn, as many at once as make a PIECE."""
+    step = max(1, PIECE // max(1, each))
+    return [slice(i, min(n, i + step)) for i in range(0, n, step)]
 
 
 def _met(w: Rows, x: Tensor) -> Tensor:

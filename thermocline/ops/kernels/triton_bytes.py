@@ -27,9 +27,9 @@ from thermocline.ops.kernels.triton_stored import (
     scale_count,
     scales_of,
 )
+from thermocline.ops.kernels.triton_target import assembles
 
 TOKENS: tl.constexpr = tl.constexpr(4)  # at a time: of more, words of x take the registers of sums
-COMPILED: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # else there is no assembly
 
 
 # ---- activations
@@ -62,7 +62,7 @@ def quantise(to, x, tokens, width, B: tl.constexpr):
 @triton.jit
 def nearest(y):
     """The nearest integers, of two the even one. Assembly, so that no product is fused into it."""
-    if COMPILED:
+    if assembles():
         return tl.inline_asm_elementwise(
             "cvt.rni.s32.f32 $0, $1;", "=r,f", [y], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -76,7 +76,7 @@ def nearest(y):
 @triton.jit
 def quad(w, x, total, SIGNED: tl.constexpr):
     """total i32 [...] + the four products of the bytes of w, signed or not, and those of x."""
-    if COMPILED:
+    if assembles():
         if SIGNED:
             total = tl.inline_asm_elementwise(
                 "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -162,7 +162,7 @@ def moved(w, N: tl.constexpr):
 @triton.jit
 def merged(low, high):
     """The low nibbles of `low` and the high ones of `high`. LLVM would make two operations of it."""
-    if COMPILED:
+    if assembles():
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, 0x0F0F0F0F, 0xD8;", "=r,r,r", [high, low],
             dtype=tl.uint32, is_pure=True, pack=1,
@@ -174,7 +174,7 @@ def merged(low, high):
 @triton.jit
 def entries(places, FORMAT: tl.constexpr):
     """The numbers of the book at the low nibbles of `places`, and those at the high ones: signed bytes."""
-    if COMPILED:
+    if assembles():
         # Half a word of places at a time, low and high ones in turn: from the first 8 entries and from the
         # last 8, then by their highest bits from either.
         choose = ((places >> 1) & 0x44444444) | 0x32103210

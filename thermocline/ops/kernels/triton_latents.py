@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from thermocline.ops.kernels.triton_rows import dots
+from thermocline.ops.kernels.triton_target import precision
 
 
 @triton.jit
@@ -69,8 +70,8 @@ def latent_store(
 def dot(a, halves, acc):
     """acc + a by what was f16, as exact as f32: such numbers are whole as tf32, and `a` goes in two parts."""
     high = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    acc = tl.dot(high, halves, acc, input_precision="tf32")
-    return tl.dot(a - high, halves, acc, input_precision="tf32")
+    acc = tl.dot(high, halves, acc, input_precision=precision("tf32"))
+    return tl.dot(a - high, halves, acc, input_precision=precision("tf32"))
 
 
 @triton.jit

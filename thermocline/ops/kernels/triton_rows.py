@@ -29,6 +29,7 @@ from thermocline.ops.kernels.triton_stored import (
     units,
     unknown_nought,
 )
+from thermocline.ops.kernels.triton_target import precision
 from thermocline.ops.kernels.triton_tokens import activation, up_factor
 
 
@@ -391,7 +392,7 @@ def matmul_many(
         first = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
         for plane in tl.static_range(PLANES):
             mine = operand(x, token, tokens, first + behind(FORMAT) * plane, columns, FORMAT)
-            acc = tl.dot(mine, tl.trans(n[plane]), acc, PRECISION)
+            acc = tl.dot(mine, tl.trans(n[plane]), acc, precision(PRECISION))
     if bias is not None:
         acc += tl.load(bias + row, mask=row < rows, other=0)[None, :]
     to = out + token.to(tl.int64)[:, None] * pitch + row[None, :]
@@ -420,7 +421,7 @@ def down_many(
         a = operand(h, token, tokens, row, n, FORMAT)
         new = ()
         for plane in tl.static_range(PLANES):
-            new = new + (tl.dot(a, w[plane], acc[plane], PRECISION),)
+            new = new + (tl.dot(a, w[plane], acc[plane], precision(PRECISION)),)
         acc = new
     first = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
     for plane in tl.static_range(PLANES):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.kernels.triton_target import precision
+
 
 @triton.jit
 def tanh(x):
@@ -353,7 +355,7 @@ def scores_of(q, keys, seen, cap, D: tl.constexpr, DIM: tl.constexpr, CAPPED: tl
     scores = tl.zeros((q[0].shape[0], BLOCK), tl.float32)
     for i in tl.static_range(len(q)):
         piece = tl.load(keys + (i * D + d) * BLOCK + p, mask=i * D + d < DIM, other=0)
-        scores = tl.dot(q[i], piece.to(tl.float32), scores, input_precision="tf32x3")
+        scores = tl.dot(q[i], piece.to(tl.float32), scores, input_precision=precision("tf32x3"))
     if CAPPED:
         scores = cap * tanh(scores / cap)
     return tl.where(seen[None, :], scores, float("-inf"))
@@ -400,7 +402,9 @@ def attend(
                 ok = seen[:, None] & (i * D + d < DIM)[None, :]
                 values = tl.load(v + page + p[:, None] * DIM + i * D + d[None, :], mask=ok, other=0)
                 faded = acc[i] * fade[:, None]
-                new = new + (tl.dot(weights, values.to(tl.float32), faded, input_precision="tf32x3"),)
+                new = new + (
+                    tl.dot(weights, values.to(tl.float32), faded, input_precision=precision("tf32x3")),
+                )
             acc = new
             top = higher
         part = ((b.to(tl.int64) * heads + g * group + head) * spans + s) * (DIM + 2)
