@@ -301,6 +301,20 @@ def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in
         assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4), places  # the CPU's int8 activations
 
 
+@pytest.mark.parametrize("format", ["f32", "q8_0"])
+def test_a_step_of_a_prompt_that_goes_on_has_no_logits(
+    format: str, tmp_path: Path, stand_in: StandIn
+) -> None:
+    pack = pack_of(tmp_path, format)
+    places, ops = placements.whole(pack.spec), gpu_ops(stand_in, pack.spec)
+    made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
+    model, kv = bind(pack.spec, made, ops), KVCache(pack.spec, blocks_for(8), storage=storage(places))
+    at, none = np.arange(8, dtype=np.int32), np.empty(0, np.int32)
+    for _ in range(3):  # queued, recorded, replayed
+        batch = Batch(at, at, np.zeros_like(at), np.zeros((1, 1), np.int32), none)
+        assert forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats()).shape == (0, 512)
+
+
 @pytest.mark.parametrize("changes", [{}, {"architectures": ["OPTForCausalLM"]}])
 @pytest.mark.parametrize("format", ["f32", "q4_0"])
 def test_neurons_are_sent_for_prompts_piece_by_piece(

@@ -448,6 +448,8 @@ class GpuOps:
         """Return the logits' place: in RAM, unless tokens are chosen of them here."""
         assert project is None, "a session refuses such a model"
         there, here = (part[: x.tokens] for part in self._logits)
+        if not x.tokens:  # of a prompt that goes on
+            return here
         if isinstance(rows.weight, DeviceRows):
             self._to_device(x)
             self._queue.times(there, DeviceLinear(rows.weight, self._vector(rows.bias)), x.device)
