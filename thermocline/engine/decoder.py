@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from thermocline.engine.kv_cache import KVCache
+from thermocline.engine.state_pool import StateStorage, states_in_ram
 from thermocline.model.spec import ModelSpec, RopeScaling
 from thermocline.ops.interface import (
     F32,
@@ -135,6 +136,18 @@ def _yarn_blend(s: RopeScaling, n: int, theta: float) -> F32:
     ramp = (np.arange(n // 2, dtype=np.float32) - low) / ((high - low) or 0.001)
     blend: F32 = (1 - np.clip(ramp, 0, 1)).astype(np.float32)
     return blend
+
+
+def state_storage(model: Model, ops: OpaqueOps) -> StateStorage:
+    """Return what allocates the states of a layer where it is computed."""
+
+    def made(layer: int, slots: int, floats: int) -> F32:
+        mixer = model.mixers[layer]
+        assert mixer is not None, "no state is kept of this layer"
+        own = ops.states(mixer, slots, floats)
+        return states_in_ram(layer, slots, floats) if own is None else own
+
+    return made
 
 
 def for_context(spec: ModelSpec, context: int) -> ModelSpec:

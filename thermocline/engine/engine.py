@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forward
+from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forward, state_storage
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
-from thermocline.engine.state_pool import CHECKPOINTS, StatePool, states_in_ram
+from thermocline.engine.state_pool import CHECKPOINTS, StatePool
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, DeviceFailure, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
@@ -160,7 +160,7 @@ class Engine:
         blocks = block_counts(spec, kv_tokens, context, chunk)
         self.kv = KVCache(spec, *blocks, chunk=chunk, types=settings.cache, storage=storage)
         if spec.recurrent is not None:
-            self.kv.keep_states(StatePool(spec, max_batch, self._states))
+            self.kv.keep_states(StatePool(spec, max_batch, state_storage(self.model, self.ops)))
         self.traffic = Traffic.of(spec, weights, settings.cache)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
@@ -171,13 +171,6 @@ class Engine:
         self._ahead: BegunStep | None = None  # of those who answer, after the tokens that come next
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-
-    def _states(self, layer: int, slots: int, floats: int) -> F32:
-        """Allocate a layer's states where it is computed."""
-        mixer = self.model.mixers[layer]
-        assert mixer is not None, "no state is kept of this layer"
-        own = self.ops.states(mixer, slots, floats)
-        return states_in_ram(layer, slots, floats) if own is None else own
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None

@@ -338,13 +338,17 @@ class KVCache:
             for pool, held in zip(self.pools, table.held, strict=True):
                 pool.publish(held.blocks[table.sealed], table.chain)
             table.sealed += 1
-        for pool, held in zip(self.pools, table.held, strict=True):
-            pool.release_passed(held, computed)
+        self.release_passed(table, computed)
         if self.states is not None:
             self.states.release(table.state)
             table.state, table.next_state, table.later_state = table.next_state, table.later_state, NONE
             if table.sealed * self.block == computed:
                 self._check_in(self.states, table, computed, n_prompt)
+
+    def release_passed(self, table: BlockTable, computed: int) -> None:
+        """Release the blocks that no position after `computed` ones attends to."""
+        for pool, held in zip(self.pools, table.held, strict=True):
+            pool.release_passed(held, computed)
 
     def _check_in(self, states: StatePool, table: BlockTable, computed: int, n_prompt: int) -> None:
         """Publish a state. Of a prompt, the last one that another prompt can take stays the longest."""

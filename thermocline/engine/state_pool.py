@@ -111,8 +111,8 @@ class StatePool(NamedPlaces):
 class StateTurns:
     """The states of sequences that are run step by step without an engine, and all begin together."""
 
-    def __init__(self, spec: ModelSpec, sequences: int = 1) -> None:
-        self.layers = _slots(spec, 2 * sequences)
+    def __init__(self, spec: ModelSpec, sequences: int = 1, storage: StateStorage = states_in_ram) -> None:
+        self.layers = _slots(spec, 2 * sequences, storage)
         self._sequences, self._turn = sequences, 0
 
     def step(self, sequences: int, *, first: bool) -> tuple[I32, I32] | tuple[None, None]:

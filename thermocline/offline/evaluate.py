@@ -19,9 +19,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.engine.decoder import Model, forward
+from thermocline.engine.decoder import Model, forward, state_storage
 from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
-from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, blocks_for, bytes_for
+from thermocline.engine.kv_cache import (
+    PLAIN,
+    CacheTypes,
+    KVCache,
+    Storage,
+    block_counts,
+    blocks_for,
+    bytes_for,
+    in_ram,
+)
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.engine.sampler import check_finite
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import UsageError
@@ -31,7 +41,8 @@ from thermocline.text.tokenizer import Tokenizer
 
 F64 = NDArray[np.float64]
 Progress = Callable[[int, int], None]  # windows done, windows in all
-PIECE = 256  # tokens of a forward pass, as in the engine's prefill
+PIECE = PREFILL_CHUNK  # tokens of a forward pass, as in the engine's prefill
+GPU_PIECE = 8  # tokens whose logits a GPU gives: of as many answers, by default, its buffers are made
 LOGITS = 1 << 24  # logits of a reader at a time: 64 MiB
 BLOCK = 1 << 17  # logits in f64 at a time: 1 MiB, which stays in the second-level cache
 SMALLEST = 4  # tokens of the smallest window: one is predicted from the two before it
@@ -69,10 +80,32 @@ def check_context(spec: ModelSpec, context: int) -> None:
 
 def reader_bytes(spec: ModelSpec, context: int, types: CacheTypes = PLAIN, side: int = 1) -> int:
     """Return the bytes of a reader, and of scoring what it reads, beside the session with its weights."""
-    cache = bytes_for(spec, side * blocks_for(context) * KV_BLOCK, types)
+    return bytes_for(spec, side * blocks_for(context) * KV_BLOCK, types) + scoring_bytes(spec)
+
+
+def scoring_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a reader without its keys and values, and of scoring what it reads."""
     logits = 2 * 4 * logit_rows(spec.vocab_size) * spec.vocab_size  # those of the steps, and all of a piece
     scored = 6 * 8 * max(BLOCK, spec.vocab_size)  # of both models in f64, their exponentials, differences
-    return cache + logits + scored
+    return logits + scored
+
+
+def positions_for(readers: int, context: int) -> int:
+    """Return the positions of a cache that so many readers share."""
+    return readers * blocks_for(context) * KV_BLOCK
+
+
+def cache_for(
+    spec: ModelSpec,
+    context: int,
+    *,
+    readers: int = 1,
+    types: CacheTypes = PLAIN,
+    storage: Storage = in_ram,
+) -> KVCache:
+    """Return a cache of keys and values for readers of one model: a GPU's recordings of steps are of one."""
+    blocks = block_counts(spec, positions_for(readers, context), context, PIECE)
+    return KVCache(spec, *blocks, chunk=PIECE, types=types, storage=storage)
 
 
 def logit_rows(vocab: int) -> int:
@@ -93,7 +126,7 @@ class Reader:
 
     model    from `decoder.bind`, with `for_context`; readers may share it, and `ops`
     step     tokens of a window in a forward pass; None: as many as the mode allows
-    types    of keys and values
+    cache    keys and values, perhaps other readers' too; None: its own, in RAM and f16
     begin_step  told before each forward pass how many tokens it reads as answers' tokens; 0: as a prompt
     """
 
@@ -106,7 +139,7 @@ class Reader:
         sparsity: str = "exact",
         side: int = 1,
         step: int | None = None,
-        types: CacheTypes = PLAIN,
+        cache: KVCache | None = None,
         begin_step: Callable[[int], None] | None = None,
     ) -> None:
         check_context(model.spec, context)
@@ -115,11 +148,9 @@ class Reader:
         self.step = step or (1 if sparsity == "predict" else PIECE // side)
         assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
         self.stats, self._begin_step = FFNStats(), begin_step
-        self._kv = KVCache(model.spec, side * blocks_for(context), types=types)
-        self._states = StateTurns(model.spec, side)
+        self._kv = cache or cache_for(model.spec, context, readers=side)
+        self._states = StateTurns(model.spec, side, state_storage(model, ops))
         self._tables = [self._kv.open([]) for _ in range(side)]
-        for table in self._tables:
-            self._kv.grow(table, context)  # always succeeds: the cache is large enough for all
 
     def prompt(self, texts: I32, stop: int) -> None:
         """Read positions [0, stop) as a prompt: without predictors."""
@@ -138,6 +169,8 @@ class Reader:
     def _forward(self, ids: I32, start: int, sparsity: str, stats: FFNStats, *, wanted: bool) -> F32:
         """Run ids [windows, positions] from position `start` on. Return logits [tokens, vocab], if wanted."""
         n, length = ids.shape
+        if start == 0:
+            self._begin()
         tokens = np.arange(n * length, dtype=np.int32)
         tables = self._kv.tables(self._tables[:n], [start + length] * n)
         state_from, state_to = self._states.step(n, first=start == 0)
@@ -154,7 +187,17 @@ class Reader:
         if self._begin_step is not None:
             self._begin_step(ids.size if wanted else 0)
         layers = self._states.layers
-        return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats, states=layers)
+        logits = forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats, states=layers)
+        for table in self._tables[:n]:
+            self._kv.release_passed(table, start + length)
+        return logits
+
+    def _begin(self) -> None:
+        """Begin other texts: windows have released the first blocks of those before."""
+        for table in self._tables:
+            self._kv.close(table)
+            grown = self._kv.grow(table, self.context)
+            assert grown, "the cache is large enough for all"
 
 
 def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:

@@ -109,9 +109,8 @@ def placement_of(
         return LayerPlacement(where[x.attention], predictor, tuple(ranges))
 
     taken = {where[tier]: dict(parts) for tier, parts in nbytes.items() if parts}
-    kv_tokens = p.ask.context * p.ask.batch
     each = tuple(layer(i, x) for i, x in enumerate(layers))
-    return Placement(each, where[head], p.ask.context, kv_tokens, taken, p.sizes.tables)
+    return Placement(each, where[head], p.ask.context, p.ask.positions, taken, p.sizes.tables)
 
 
 def whole_experts(x: LayerPlan, ranked: Sequence[int]) -> tuple[NeuronRange, ...]:

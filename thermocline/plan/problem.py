@@ -46,6 +46,13 @@ class Ask:
     ram_bytes: int | None = None
     max_batch: int | None = None  # requests that buffers are made for; None: `batch`
     cache: CacheTypes = PLAIN  # of keys and values
+    kv_tokens: int | None = None  # positions of the cache; None: `batch` full contexts
+    beside: int = 0  # bytes of RAM that the command takes itself
+
+    @property
+    def positions(self) -> int:
+        """The positions of the cache."""
+        return self.context * self.batch if self.kv_tokens is None else self.kv_tokens
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,7 @@ class Problem:
 
     def kv_layer_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
-        context = self.ask.context
-        whole, windowed = block_counts(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
+        whole, windowed = block_counts(self.spec, self.ask.positions, self.ask.context, PREFILL_CHUNK)
         blocks = whole if self.spec.window(layer) is None else windowed
         return layer_bytes(self.spec, layer, blocks * BLOCK, self.ask.cache)
 
@@ -87,6 +93,8 @@ class Problem:
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
+        if self.ask.beside:
+            parts["the command's own"] = self.ask.beside
         staging = STAGING_BYTES if self.staging is None else self.staging
         return parts | ({"disk buffers": staging} if disk else {})
 

@@ -125,11 +125,13 @@ def planned_of(
 def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
     """Return what the planner is asked for a session."""
     return Ask(
-        context=context_for(spec, needs.kv_tokens or needs.context),
+        context=context_for(spec, needs.context),
         sparsity=needs.sparsity if spec.sparse else "off",
         vram_bytes=vram_bytes,
         ram_bytes=needs.budget,
         max_batch=needs.max_batch,
+        kv_tokens=needs.kv_tokens,
+        beside=needs.beside,
     )
 
 

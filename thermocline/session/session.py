@@ -21,6 +21,7 @@ from thermocline.session.store import Opened
 from thermocline.session.weights import BegunLoad
 
 if TYPE_CHECKING:
+    from thermocline.engine.kv_cache import Storage
     from thermocline.ops.interface import OpaqueOps
     from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.disk.disk_split import Arrangement
@@ -142,6 +143,11 @@ class Session:
     def store(self) -> OnDisk | None:
         """Return what comes from disk; None before the weights are read, and where all is in memory."""
         return None if self._opened is None else self._opened.store
+
+    @property
+    def storage(self) -> Storage:
+        """The allocator of keys and values, where the layers are. Reads the weights."""
+        return self._open().storage
 
     @property
     def read_budget(self) -> ReadBudget | None:

@@ -17,12 +17,14 @@ from thermocline.cli.shared_options import (
     bounded_reads,
     cache_type_keys,
     cache_type_values,
+    gpu_memory,
     json_output,
     quiet_output,
     ram_limit,
     sparsity_mode,
     thread_count,
     which_activation,
+    which_gpu,
 )
 from thermocline.cli.table import percent, table
 from thermocline.errors import UsageError
@@ -51,6 +53,8 @@ class EvalOptions:
     activation: str | None = which_activation()
     sparsity: str = sparsity_mode()
     ram: float | None = ram_limit()
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     threads: int = thread_count()
     cache_type_k: str = cache_type_keys()
     cache_type_v: str = cache_type_values()
@@ -96,7 +100,7 @@ def evaluate(o: EvalOptions) -> int:
         left_out = None
         sessions = _sessions(o, sides, threads, stack, progress)
         if o.read_budget is None:
-            readers = _readers(sessions, sides, o.ctx)
+            readers = _readers(sessions, sides, o.ctx, shares_cache(o, sides))
         else:
             (session,) = sessions.values()  # of both sides
             readers, left_out = _bounded_readers(session, sides, o.ctx, o.read_budget)
@@ -152,6 +156,10 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
 def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
     types = CacheTypes(o.cache_type_k, o.cache_type_v)
     own = Side(find_model(o.model, progress, activation=o.activation), o.sparsity, types)
+    if o.gpu != "off" and o.against is not None and o.against not in SPARSITIES:
+        raise UsageError(
+            f"--gpu {o.gpu} with --against {o.against}: two models do not share a GPU; leave one of them out"
+        )
     if o.read_budget is not None:
         if o.against not in (None, "exact"):
             raise UsageError(
@@ -205,19 +213,25 @@ def _sessions(
     from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
     from thermocline.session.side_by_side import SideModel, open_sessions
 
+    shared = shares_cache(o, sides)
     asked: dict[Path, SideModel] = {}
     for pack in {side.pack.path: side.pack for side in sides}.values():
         mine = [side for side in sides if side.pack.path == pack.path]
-        beside = sum(evaluate.reader_bytes(pack.spec, o.ctx, side.types) for side in mine)
+        if shared:
+            beside = len(mine) * evaluate.scoring_bytes(pack.spec)
+        else:
+            beside = sum(evaluate.reader_bytes(pack.spec, o.ctx, side.types) for side in mine)
         options = EngineOptions(
             sparsity="predict" if any(side.sparsity == "predict" for side in mine) else "exact",
             context=o.ctx,
-            max_batch=len(mine),  # each has states of its own
-            kv_tokens=LENDS_WEIGHTS,
+            max_batch=evaluate.GPU_PIECE if shared else len(mine),  # each has states of its own
+            kv_tokens=evaluate.positions_for(len(mine), o.ctx) if shared else LENDS_WEIGHTS,
             cache_type_k=mine[0].types.k,
             cache_type_v=mine[0].types.v,
             threads=threads,
             ram=o.ram,
+            gpu=o.gpu,
+            vram=o.vram,
             read_budget=o.read_budget,
         )
         asked[pack.path] = SideModel(pack, options, beside)
@@ -225,8 +239,15 @@ def _sessions(
     return dict(zip(asked, opened, strict=True))
 
 
-def _readers(sessions: dict[Path, Session], sides: Sequence[Side], context: int) -> list[Reader]:
-    """Read the weights, and return a reader for each side."""
+def shares_cache(o: EvalOptions, sides: Sequence[Side]) -> bool:
+    """Return whether the sides of one model are to have one cache, which a GPU may hold."""
+    return o.gpu != "off" and not any(side.types.quantised for side in sides)
+
+
+def _readers(
+    sessions: dict[Path, Session], sides: Sequence[Side], context: int, shared: bool
+) -> list[Reader]:
+    """Read the weights, and return a reader for each side. `shared`: in one cache, of one session."""
     from thermocline.engine.decoder import bind, for_context
     from thermocline.offline import evaluate
 
@@ -234,10 +255,21 @@ def _readers(sessions: dict[Path, Session], sides: Sequence[Side], context: int)
     models = {
         path: bind(for_context(x.pack.spec, context), x.loaded.weights, ops) for path, x in sessions.items()
     }
+    if shared:
+        (session,) = sessions.values()
+        spec, storage = session.pack.spec, session.storage
+        caches = [evaluate.cache_for(spec, context, readers=len(sides), storage=storage)] * len(sides)
+        step = None if session.gpus is None else evaluate.GPU_PIECE
+    else:
+        caches = [evaluate.cache_for(x.pack.spec, context, types=x.types) for x in sides]
+        step = None
     return [
-        evaluate.Reader(models[x.pack.path], ops, context=context, sparsity=x.sparsity, types=x.types)
-        for x in sides
-    ]
+        evaluate.Reader(
+            models[x.pack.path], ops, context=context, sparsity=x.sparsity,
+            step=None if x.sparsity == "predict" else step, cache=cache,
+        )
+        for x, cache in zip(sides, caches, strict=True)
+    ]  # fmt: skip
 
 
 def _bounded_readers(
@@ -263,8 +295,8 @@ def _bounded_readers(
     model = bind(for_context(own.pack.spec, context), loaded.weights, ops)
     readers = [
         evaluate.Reader(
-            model, ops, context=context, sparsity=own.sparsity, step=1, types=own.types,
-            begin_step=budget.begin_step,
+            model, ops, context=context, sparsity=own.sparsity, step=1,
+            cache=evaluate.cache_for(own.pack.spec, context, types=own.types), begin_step=budget.begin_step,
         ),
         evaluate.Reader(
             model, ops, context=context, sparsity=base.sparsity, begin_step=budget.begin_exact_step

@@ -35,7 +35,7 @@ def dense_plan(p: Problem, tensors: Mapping[str, TensorInfo]) -> Plan:
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
         notes=tuple(_notes(p, s)),
-        placement=placed(s, p.ask.context, p.ask.context * p.ask.batch),
+        placement=placed(s, p.ask.context, p.ask.positions),
     )
 
 

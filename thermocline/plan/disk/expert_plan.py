@@ -44,7 +44,7 @@ def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouti
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
         notes=(*_notes(p, s), _chats_note(p, m)),
-        placement=placed(s, p.ask.context, p.ask.context * p.ask.batch),
+        placement=placed(s, p.ask.context, p.ask.positions),
     )
 
 

@@ -41,7 +41,7 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
         notes=tuple(_stored_notes(p, c, a)),
-        placement=in_part(a, p.ask.context, p.ask.context * p.ask.batch),
+        placement=in_part(a, p.ask.context, p.ask.positions),
     )
 
 

@@ -1,0 +1,177 @@
+"""Commands that prepare and measure, with a GPU: what the CPU says, but for the order of sums.
+
+The GPU is a stand-in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kept_twins
+import numpy as np
+import pytest
+import test_synth
+import tiny
+from test_two_devices import scores
+from test_within_ram import TEXT, packs
+
+from thermocline.convert import importer
+from thermocline.engine.decoder import bind
+from thermocline.offline import evaluate
+from thermocline.ops.gpu import GpuOps
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import write_stored
+from thermocline.plan.memory import GIB
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
+
+__all__ = ["packs"]  # fixtures
+Run = Callable[..., Any]
+GPU = ("--gpu", "stand-in")
+ORDER = 2e-5  # relative, of figures whose sums are added up in another order, in f32
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (path := tmp_path / "text.txt").write_text(TEXT)
+    return path
+
+
+def figures(thermocline: Run, *argv: str | Path, gpu: str | None = "1.0") -> dict[str, Any]:
+    """`gpu`: GiB of it; None: there is none."""
+    ran = thermocline(*argv, *(() if gpu is None else (*GPU, "--vram", gpu)), "--json")
+    assert ran.code == 0, ran.err
+    assert ("stand-in: " in ran.err) == (gpu is not None), ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    return {k: v for k, v in found.items() if k not in ("seconds", "tokens_per_s")}
+
+
+def near(found: Any, wanted: Any) -> bool:
+    """Whether all figures are the same, but for rounding."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(near(found[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, float):
+        return bool(np.isclose(found, wanted, rtol=ORDER, atol=1e-9))
+    return bool(found == wanted)
+
+
+def divided(path: Path, context: int = 64) -> str:
+    """Return GiB of VRAM for about half of a model's FFNs."""
+    options = EngineOptions(gpu="stand-in", vram=1.0, context=context, max_batch=8, kv_tokens=context)
+    with Session.open(Pack.open(path), options) as session:
+        plan = session.plan
+        assert plan is not None
+        return f"{(plan.used('gpu') - plan.bytes['gpu']['neurons'] // 2) / GIB:.6f}"
+
+
+def mistral(path: Path) -> Path:
+    return tiny.hf_directory(
+        path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=16
+    )
+
+
+# ---- eval
+
+
+@pytest.mark.parametrize("kind", ["neurons", "experts", "rows", "windows"])
+def test_eval_gives_the_cpus_figures(
+    kind: str, packs: dict[str, Path], text: Path, tmp_path: Path, thermocline: Run
+) -> None:
+    """Windows pass blocks of a cache that has no room for whole texts of two readers."""
+    path = packs.get(kind)
+    if path is None:
+        path, hf = tmp_path / "pack", mistral(tmp_path / "hf")
+        packed = thermocline("pack", hf, "-o", path, "--format", "f32", "--activation", "relu")
+        assert packed.code == 0, packed.err
+    ctx = "340" if kind == "windows" else "64"
+    asked = ("eval", path, "--text", text, "--ctx", ctx, "-t", "2")
+    more = ("--against", "off") if kind in ("neurons", "windows") else ()
+    wanted = figures(thermocline, *asked, *more, gpu=None)
+    assert near(figures(thermocline, *asked, *more), wanted)
+
+
+def test_eval_of_a_divided_model_and_one_with_weights_in_blocks(
+    packs: dict[str, Path], text: Path, thermocline: Run
+) -> None:
+    """A prompt's weights meet f32 on a GPU, int8 on the CPU: the figures are near."""
+    for name, vram in (("neurons", divided(packs["neurons"])), ("neurons-q8_0", "1.0")):
+        asked = ("eval", packs[name], "--text", text, "--ctx", "64", "-t", "2")
+        wanted, found = figures(thermocline, *asked, gpu=None), figures(thermocline, *asked, gpu=vram)
+        rounding = ORDER if name == "neurons" else 5e-3
+        assert np.isclose(found["perplexity"]["value"], wanted["perplexity"]["value"], rtol=rounding)
+
+
+def test_eval_compares_predictions_on_a_gpu(tmp_path: Path, text: Path, thermocline: Run) -> None:
+    """Token by token, replayed from one recording while the exact side's prompts come between."""
+    made = test_synth.make(
+        tmp_path, "bamboo-7b", "f32", active=0.15, rank=32, hidden_size=256, intermediate_size=512,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+        max_position_embeddings=64, sliding_window=64,
+    )  # fmt: skip
+    write_stored(made, scores(made.spec), {})
+    texts = np.random.default_rng(2).integers(0, 500, (3, 32)).astype(np.int32)
+    found = []
+    for gpu in ("off", "stand-in"):
+        positions = evaluate.positions_for(2, 32)
+        options = EngineOptions("predict", context=32, max_batch=8, threads=2, gpu=gpu, kv_tokens=positions)
+        with Session.open(made, options) as session:
+            ops, spec = session.loaded.ops, made.spec
+            assert isinstance(ops, GpuOps) == (gpu != "off")
+            cache = evaluate.cache_for(spec, 32, readers=2, storage=session.storage)
+            model = bind(spec, session.loaded.weights, ops)
+            own, base = (
+                evaluate.Reader(model, ops, context=32, sparsity=s, step=n, cache=cache)
+                for s, n in (("predict", 1), ("exact", 8))
+            )
+            found.append(evaluate.divergence(own, base, texts))
+            assert 0 < own.stats.predicted < own.stats.gates_dense
+            if isinstance(ops, GpuOps):
+                assert {key.tokens for key in ops.recorded} == {1, 7, 8, 16}
+    cpu, gpu_s = found
+    assert np.isclose(gpu_s.base.nll.value, cpu.base.nll.value, rtol=1e-5)
+    assert cpu.kld.value > 0 and np.isclose(gpu_s.kld.value, cpu.kld.value, rtol=0.1)  # predictors' int8
+
+
+@pytest.mark.parametrize("twin", ["qwen3_5_moe", "nemotron_h"])
+def test_recurrent_layers_have_their_states_on_the_gpu(twin: str, tmp_path: Path) -> None:
+    importer.pack(kept_twins.write(twin, tmp_path / "hf"), tmp_path / "pack", "f32")
+    made, context = Pack.open(tmp_path / "pack"), 24
+    texts = np.random.default_rng(2).integers(0, made.spec.vocab_size, (2, context)).astype(np.int32)
+    found = []
+    for gpu in ("off", "stand-in"):
+        options = EngineOptions(context=context, max_batch=8, threads=2, gpu=gpu, kv_tokens=context)
+        with Session.open(made, options) as session:
+            model = bind(made.spec, session.loaded.weights, session.loaded.ops)
+            cache = evaluate.cache_for(made.spec, context, storage=session.storage)
+            reader = evaluate.Reader(model, session.loaded.ops, context=context, step=8, cache=cache)
+            found.append(evaluate.perplexity(reader, texts).nll.value)
+    assert np.isclose(found[1], found[0], rtol=1e-5)
+
+
+def test_two_models_and_cache_types_are_refused_with_a_gpu(
+    packs: dict[str, Path], text: Path, thermocline: Run
+) -> None:
+    asked = ("eval", packs["neurons"], "--text", text, "--ctx", "64", *GPU)
+    ran = thermocline(*asked, "--against", packs["rows"])
+    assert (ran.code, ran.err.count("\n")) == (2, 1) and "two models do not share a GPU" in ran.err
+    ran = thermocline(*asked, "-ctk", "q8_0")
+    assert (ran.code, ran.err.count("\n")) == (2, 1) and "a GPU keeps them as f16" in ran.err
+
+
+def test_memory_of_scores_is_counted_beside_a_gpu(
+    packs: dict[str, Path], text: Path, thermocline: Run
+) -> None:
+    """RAM that has no room for them is refused."""
+    asked = ("eval", packs["rows"], "--text", text, "--ctx", "64", "-t", "2", *GPU, "--vram", "1.0")
+    ran = thermocline(*asked, "--ram", "0.001")
+    assert ran.code == 5 and ran.err.count("\n") == 1, ran.err
+    beside = evaluate.scoring_bytes(Pack.open(packs["rows"]).spec)
+    with Session.open(Pack.open(packs["rows"]), EngineOptions(gpu="stand-in", vram=1.0)) as session:
+        least = session.memory_bytes
+    with Session.open(
+        Pack.open(packs["rows"]), EngineOptions(gpu="stand-in", vram=1.0), beside=beside
+    ) as session:
+        assert session.memory_bytes == least + beside
