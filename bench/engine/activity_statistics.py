@@ -127,12 +127,13 @@ class Watched:
         self.pack, self.spec = pack, pack.spec
         self._loaded = weights.load(pack, threads=threads)
         self._ops = Watch(threads)
-        self._passages = Passages(self.spec, self._loaded.weights, self._ops, TOKENS)
+        self._passages = Passages(self.spec, self._loaded.weights, opaque(self._ops), TOKENS)
 
     def read(self, ids: Sequence[int]) -> list[Passage]:
         """Compute a passage. -> what each layer saw and did."""
         self._ops.begin()
-        self._passages.compute(np.asarray(ids, np.int32))
+        for _ in self._passages.compute(np.asarray(ids, np.int32)):
+            pass
         return [
             Passage(np.concatenate(before), *(np.concatenate(part) for part in zip(*found, strict=True)))
             for before, found in zip(self._ops.before, self._ops.found, strict=True)

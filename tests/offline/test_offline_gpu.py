@@ -6,7 +6,9 @@ The GPU is a stand-in.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,21 @@ import pytest
 import test_synth
 import tiny
 from test_two_devices import scores
-from test_within_ram import TEXT, packs
+from test_within_ram import TEXT, packs, wide
 
 from thermocline.convert import importer
 from thermocline.engine.decoder import bind
+from thermocline.errors import UsageError
 from thermocline.offline import evaluate
+from thermocline.offline.corpus import random_corpus
+from thermocline.offline.routing.route_profiler import RouteJob, profile_routes
 from thermocline.ops.gpu import GpuOps
+from thermocline.ops.interface import CPU
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import write_stored
+from thermocline.pack.route_profile import RouteProfile, open_routes
 from thermocline.plan.memory import GIB
+from thermocline.plan.placement import NeuronRange, Placement
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
@@ -175,3 +183,70 @@ def test_memory_of_scores_is_counted_beside_a_gpu(
         Pack.open(packs["rows"]), EngineOptions(gpu="stand-in", vram=1.0), beside=beside
     ) as session:
         assert session.memory_bytes == least + beside
+
+
+# ---- profile
+
+
+def shares_alike(found: RouteProfile, wanted: RouteProfile) -> float:
+    """The share of traced choices that are the same."""
+    each = [(found.traced[i], wanted.traced[i]) for i in wanted.traced]
+    return float(np.mean([(np.sort(a, axis=1) == np.sort(b, axis=1)).mean() for a, b in each]))
+
+
+@pytest.mark.parametrize("place", ["whole", "divided", "windows", "windows and none"])
+def test_a_mixture_is_profiled_on_a_gpu(
+    place: str, packs: dict[str, Path], tmp_path: Path, thermocline: Run
+) -> None:
+    """Experts on the card and in RAM: the GPU asks the routers. Passages pass windows."""
+    path = tmp_path / "pack"
+    (corpus := tmp_path / "corpus.txt").write_text(2 * TEXT)
+    over: tuple[str | Path, ...] = ("--corpus", corpus)
+    windowed = place.startswith("windows")
+    if windowed:
+        if alike := place == "windows":
+            made = wide("experts", tmp_path / "hf")
+        else:
+            made, over = kept_twins.write("gpt_oss", tmp_path / "hf"), ()  # random tokens
+        config = json.loads((hf := made / "config.json").read_text())
+        window = 16 if alike else config["sliding_window"]
+        hf.write_text(json.dumps(config | {"sliding_window": window, "max_position_embeddings": 1024}))
+        importer.pack(hf.parent, path, "f32")
+    else:
+        shutil.copytree(packs["experts"], path)
+    model = Pack.open(path)
+    ctx = 560 if windowed else 64
+    assert (model.spec.sliding_window is not None) == windowed
+    asked = ("profile", path, "--tokens", "600", "--ctx", str(ctx), "-t", "2", *over)
+    assert thermocline(*asked).code == 0
+    wanted = open_routes(model)
+    vram = divided(path, ctx) if place == "divided" else "1.0"
+    ran = thermocline(*asked, *GPU, "--vram", vram)
+    assert ran.code == 0 and "stand-in: " in ran.err, ran.err
+    found = open_routes(model)
+    assert wanted is not None and found is not None and found.tokens == wanted.tokens == 600
+    assert shares_alike(found, wanted) > 0.999  # but for two experts that are nearly as good
+    for i, counts in wanted.counts.items():
+        assert np.abs(found.counts[i] - counts).sum() <= 0.002 * counts.sum()
+
+
+def test_what_a_gpu_cannot_show_is_refused(
+    packs: dict[str, Path], tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Active neurons; routers that the CPU asks."""
+    ran = thermocline("profile", packs["neurons"], *GPU)
+    assert (ran.code, ran.err.count("\n")) == (2, 1) and "not which neurons are active" in ran.err
+    corpus = random_corpus(model := Pack.open(packs["experts"]), 64, 64, 1)
+
+    def moved(session: Session) -> Placement:
+        found = session.decision.placement
+        first, *others = found.layers
+        alone = NeuronRange(CPU, first.ranges[0].neurons)
+        return replace(found, layers=(replace(first, attention=CPU, ranges=(alone,)), *others))
+
+    monkeypatch.setattr(Session, "placement", property(moved))
+    with pytest.raises(UsageError, match="the CPU computes 1 of 2 layers with experts"):
+        profile_routes(
+            RouteJob(model, corpus, EngineOptions(context=64, max_batch=1, gpu="stand-in", vram=1.0)),
+            lambda *_: None,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +17,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.engine.decoder import bind, ffn_input, for_context, forward
-from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, bytes_for
+from thermocline.engine.decoder import bind, ffn_input, for_context, forward, state_storage
+from thermocline.engine.kv_cache import (
+    BLOCK,
+    KVCache,
+    Storage,
+    block_counts,
+    blocks_for,
+    bytes_for,
+    in_ram,
+)
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
 from thermocline.offline.packing.rows import PackRows
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Weights, opaque
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, OpaqueOps, Weights, opaque
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 from thermocline.pack.pack import Pack
 
@@ -150,38 +158,58 @@ def down_norms(pack: Pack) -> list[F32]:
     return out
 
 
+def passage_positions(context: int) -> int:
+    """Return the positions of keys and values of `Passages`."""
+    return blocks_for(context) * BLOCK
+
+
 def passage_bytes(spec: ModelSpec, context: int) -> int:
     """Return the bytes of `Passages`, beside those of a session that lends it its weights."""
-    return bytes_for(spec, blocks_for(context) * BLOCK)
+    return bytes_for(spec, passage_positions(context))
 
 
 class Passages:
     """Computes passages, each on its own, with ops that look on, in a KV cache of its own."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: CpuOps, context: int, depth: int | None = None
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: OpaqueOps,
+        context: int,
+        depth: int | None = None,
+        storage: Storage = in_ram,
     ) -> None:
-        """`depth`: the number of layers to compute; None: all of them."""
-        self._ops = opaque(ops)
+        """`depth`: the number of layers to compute; None: all of them. `storage`: of keys and values."""
+        self._ops, self._context = ops, context
         m = bind(for_context(spec, context), weights, self._ops)
         self._model = replace(m, attention=m.attention[:depth], mixers=m.mixers[:depth], ffn=m.ffn[:depth])
-        self._kv = KVCache(spec, blocks_for(context))
-        self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
-        self._states = StateTurns(spec)
+        blocks = block_counts(spec, passage_positions(context), context, STEP)
+        self._kv = KVCache(spec, *blocks, chunk=STEP, storage=storage)
+        self._table = self._kv.open([])
+        self._states = StateTurns(spec, 1, state_storage(m, ops))
 
-    def compute(self, ids: I32) -> None:
-        """Compute a whole passage. Raises NumericalError."""
+    def compute(self, ids: I32) -> Iterator[int]:
+        """Compute a whole passage; yield the tokens of each step that is done. Raises NumericalError."""
         for begin in range(0, len(ids), STEP):
-            self.step(ids, begin, min(begin + STEP, len(ids)))
+            end = min(begin + STEP, len(ids))
+            self.step(ids, begin, end)
+            yield end - begin
 
     def step(self, ids: I32, begin: int, end: int) -> None:
         """Compute tokens [begin, end) of a passage, whose earlier ones were the last. NumericalError."""
+        if begin == 0:  # windows have released the first blocks of the passage before
+            self._kv.close(self._table)
+            grown = self._kv.grow(self._table, self._context)
+            assert grown, "the cache is large enough"
+        tables = self._kv.tables([self._table], [end])
         at = np.arange(begin, end, dtype=np.int32)
         last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite
         turn, states = self._states.step(1, first=begin == 0), self._states.layers
-        batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last, None, *turn)
+        batch = Batch(ids[begin:end], at, np.zeros_like(at), tables[0], last, tables[-1], *turn)
         model, kv, ops = self._model, self._kv, self._ops
         logits = forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats(), states=states)
+        kv.release_passed(self._table, end)
         if not np.isfinite(logits).all():
             raise NumericalError(
                 "the model gives NaN or infinity: its weights are damaged, or too large for its format"
@@ -205,7 +233,7 @@ class ProfileWorker:
         self._prefix = prefix
         self._ops = ActivityRecorder(threads, spec, weights.layers, norms, sampled)
         depth = None if sampled is None else max(sampled) + 1
-        self._passages = Passages(spec, weights, self._ops, context, depth)
+        self._passages = Passages(spec, weights, opaque(self._ops), context, depth)
 
     def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
         """Count a passage's active neurons. `wanted` are the tokens to sample, ascending.

@@ -193,6 +193,7 @@ class GpuOps:
         self._under_way: list[Program] = []
         self._task: _native.HostTask | None = None
         self._own_slots = _native.StepSlot(), _native.StepSlot()
+        self._watched: dict[int, Tensor] | None = None  # by a layer's route: shares, in RAM
 
     @property
     def device(self) -> Device:
@@ -224,6 +225,16 @@ class GpuOps:
 
     def bind_mixer(self, spec: ModelSpec, layer: Layer) -> BoundMixer:
         return self._binder.mixer(spec, layer)
+
+    def watch_routers(self) -> None:
+        """Bring the shares of experts to RAM, too, from here on. Recordings of before are forgotten."""
+        self._watched = {}
+        self.forget()
+
+    def shares(self, tokens: int) -> list[F32]:
+        """Return the last step's shares [tokens, experts] of each layer whose router is on the first GPU."""
+        assert self._watched is not None
+        return [here[:tokens].numpy() for here in self._watched.values()]
 
     def chooser(self, spec: ModelSpec, weights: Weights) -> DeviceChooser | None:
         return choosing.chooser(self, spec, weights)
@@ -677,6 +688,10 @@ class GpuOps:
             run(self.kernels.norm, seen, stream, *parts(r.norm))
         self._queue.times(logits, r.router, seen)
         run(self.kernels.route, weights, logits, r.active, r.rule, r.selection_bias, r.expert_scale)
+        if self._watched is not None:
+            if id(r) not in self._watched:
+                self._watched[id(r)] = self.device.pinned(tuple(self._weights[0].shape), torch.float32)
+            self.device.copy(self._watched[id(r)][: len(normed)], weights)
         return weights
 
     def _parted(self, b: DeviceFFN, weights: Vector) -> tuple[Vector, Vector]:

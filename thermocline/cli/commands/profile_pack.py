@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from thermocline.cli.commands.routing import profile_routes
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import pack_directory
-from thermocline.cli.shared_options import json_output, memory_limit, quiet_output, thread_count
+from thermocline.cli.shared_options import (
+    gpu_memory,
+    json_output,
+    memory_limit,
+    quiet_output,
+    thread_count,
+    which_gpu,
+)
 from thermocline.cli.table import size, table
 from thermocline.errors import UsageError
 from thermocline.options import BY_POSITION, SEVERAL, count_or_all, nonempty, opt, switch, whole
@@ -39,6 +46,8 @@ class ProfileOptions:
     ram: float | None = memory_limit(
         "Memory that all of it may take. Of a larger model neurons or experts stay on disk.", "what is free"
     )
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     threads: int = thread_count()
     workers: int = opt(
         1, whole(1, 256), "N", "Model", "Passages computed side by side; they share the threads."
@@ -72,6 +81,10 @@ def profile(o: ProfileOptions) -> int:
 
     if (mixture := profile_routes.mixture_of(o.model)) is not None:
         return profile_routes.profile(o, mixture)
+    if o.gpu != "off":
+        raise UsageError(
+            f"--gpu {o.gpu}: a GPU shows which experts are chosen, not which neurons are active; leave it out"
+        )
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)

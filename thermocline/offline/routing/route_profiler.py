@@ -11,16 +11,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from thermocline.errors import IOFailure
-from thermocline.offline.activity import Passages, passage_bytes
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
+from thermocline.errors import IOFailure, UsageError
+from thermocline.offline.activity import Passages, passage_bytes, passage_positions
 from thermocline.offline.corpus import Corpus
-from thermocline.offline.routing.recorder import RouteRecorder, check_routed
+from thermocline.offline.routing.recorder import GpuRouteRecorder, RouteRecorder, check_routed
 from thermocline.offline.routing.route_checkpoint import RouteCheckpoint, RouteCounts
-from thermocline.ops.interface import I32
+from thermocline.ops.interface import CPU, I32, opaque
 from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
 from thermocline.plan.memory import context_for
 from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
@@ -28,6 +29,7 @@ from thermocline.session.session import Session
 
 if TYPE_CHECKING:
     from thermocline.model.spec import ModelSpec
+    from thermocline.offline.routing.recorder import SharesOfGpu
     from thermocline.pack.stored_model import StoredModel
 
 log = logging.getLogger(__name__)
@@ -71,11 +73,28 @@ def traced_passages(passages: Sequence[I32], most: int = TRACED) -> set[int]:
     return {int(order[0]), *map(int, order[sizes <= most])}
 
 
-def _own_bytes(spec: ModelSpec, context: int) -> int:
-    """Return what counting takes beside the session: a passage, its routers' shares, the trace."""
+def _own_bytes(spec: ModelSpec, context: int, on_gpu: bool) -> int:
+    """Return what counting takes beside the session: a passage, its routers' shares, the trace.
+
+    `on_gpu`: keys and values are the session's, and a step's shares come to a place of their own.
+    """
+    step = 4 * spec.n_layers * (PREFILL_CHUNK + 1) * spec.n_experts
+    kept = step if on_gpu else passage_bytes(spec, context)
     rows = spec.n_layers * context * (4 * spec.n_experts + ARRAY_BYTES)
     trace = 2 * 2 * spec.n_layers * (TRACED + context) * spec.n_experts_active  # in pieces, and joined
-    return passage_bytes(spec, context) + rows + trace
+    return kept + rows + trace
+
+
+def check_routers(session: Session) -> None:
+    """Raise UsageError where the CPU asks some of the routers beside a GPU, which shows only its own."""
+    spec, layers = session.pack.spec, session.placement.layers
+    mixtures = [i for i in range(spec.n_layers) if spec.ffn(i).experts > 1]
+    unseen = sum(layers[i].attention == CPU and not layers[i].whole for i in mixtures)
+    if session.gpus is not None and unseen:
+        raise UsageError(
+            f"--gpu {session.options.gpu}: the CPU computes {unseen} of {len(mixtures)} layers with experts, "
+            "whose choices would be missing; give more --vram, or --gpu off"
+        )
 
 
 def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
@@ -91,9 +110,12 @@ def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
     def reading(what: str, done: int, total: int) -> None:
         progress(what, done, total, "B")
 
-    options = replace(job.options, kv_tokens=LENDS_WEIGHTS)
+    on_gpu = job.options.gpu != "off"
+    options = replace(job.options, kv_tokens=passage_positions(context) if on_gpu else LENDS_WEIGHTS)
+    beside = _own_bytes(spec, context, on_gpu)
     checkpoint = RouteCheckpoint(model, corpus, context)
-    with Session.open(model, options, progress=reading, beside=_own_bytes(spec, context)) as session:
+    with Session.open(model, options, progress=reading, beside=beside) as session:
+        check_routers(session)
         state = found = checkpoint.load()
         before = corpus.tokens_before(found.done)
         if before:
@@ -120,11 +142,22 @@ def _counted(corpus: Corpus, session: Session, context: int, state: RouteCounts)
     if state.done == len(corpus.passages):
         return
     spec, weights, kept = session.pack.spec, session.loaded.weights, traced_passages(corpus.passages)
-    recorder, skip = RouteRecorder(session.threads, spec, weights.layers), len(corpus.prefix)
-    passages = Passages(spec, weights, recorder, context)
+    skip, recorder, ops = len(corpus.prefix), _recorder(session), session.loaded.ops
+    if isinstance(recorder, RouteRecorder):
+        ops = opaque(recorder)
+    passages = Passages(spec, weights, ops, context, storage=session.storage)
     for passage in corpus.passages[state.done :]:
         recorder.begin()
-        passages.compute(np.concatenate([corpus.prefix, passage]))
+        for tokens in passages.compute(np.concatenate([corpus.prefix, passage])):
+            recorder.take(tokens)
         chosen = recorder.choices(corpus.name).chosen
         state = state.after([c[skip:].astype(np.uint16) for c in chosen], traced=state.done in kept)
         yield state
+
+
+def _recorder(session: Session) -> RouteRecorder | GpuRouteRecorder:
+    """Return what looks on: the CPU's ops, or those of the session's GPU."""
+    spec = session.pack.spec
+    if session.gpus is None:
+        return RouteRecorder(session.threads, spec, session.loaded.weights.layers)
+    return GpuRouteRecorder(cast("SharesOfGpu", session.loaded.ops), spec)
