@@ -24,7 +24,7 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.device_sizes import StepLimits
+from thermocline.ops.device_sizes import FEW, StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, F32, Batch, FFNStats, KVLayer, KVShape, Weights
 from thermocline.pack.pack import Pack
@@ -34,7 +34,7 @@ from thermocline.session import gpu_weights
 from thermocline.session.gpu import OpenGpu
 
 MAX_NMSE = 1e-4
-INT8_NMSE = 2e-4  # where the CPU has a part of a quantised model: it rounds activations to int8
+INT8_NMSE = 3e-4  # where activations meet a quantised model in int8: 1.9e-4 was measured
 FORMATS = tuple(quant.FORMATS)
 STEPS = 3  # of each number of sequences: queued, recorded, replayed
 LAYERS = 3
@@ -171,8 +171,10 @@ class Result:
         return self.nmse <= self.limit and self.same_tokens
 
 
-def limit_of(format: str, placement: str) -> float:
-    return INT8_NMSE if quant.FORMATS[format].block > 1 and placement != "all" else MAX_NMSE
+def limit_of(format: str, placement: str, tokens: int) -> float:
+    """Return the limit of an NMSE. The CPU rounds activations to int8, and a GPU those of few tokens."""
+    rounds = placement != "all" or tokens <= FEW
+    return INT8_NMSE if quant.FORMATS[format].block > 1 and rounds else MAX_NMSE
 
 
 def compared(y: F32, truth: F32, limit: float) -> tuple[float, float, bool]:
@@ -239,7 +241,7 @@ def of_pack(gpu: OpenGpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
             if (z.placed is not None and name not in z.placed) or not _agree(pack.spec, f, name):
                 continue
             for shape, y in zip(shapes, _on(gpu, pack, places, predictors, shapes), strict=True):
-                found = compared(y, right[shape], limit_of(f, name))
+                found = compared(y, right[shape], limit_of(f, name, sum(shape)))
                 yield Result(kind, f, name, sparsity, sum(shape), *found)
 
 

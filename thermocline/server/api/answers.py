@@ -310,7 +310,7 @@ class CompletionAnswer(Answer):
 
 
 class InfillAnswer(Answer):
-    """What is between two texts, as llama.cpp's `/infill` gives it."""
+    """An answer of `/infill`: the text between two others, with llama.cpp's keys."""
 
     kind, streamed = "infill-", ""
 
