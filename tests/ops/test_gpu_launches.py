@@ -21,16 +21,18 @@ from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import FFN, Batch, FFNPart, FFNStats, Layer, Linear, Norm, Weights
 
-pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
-from thermocline.ops.kernels import triton_kernels
-
 pytestmark = pytest.mark.oracle
 DIM, FFN_DIM, HEADS, KV_HEADS, HEAD = 256, 512, 4, 2, 64
+Launched = tuple[StandIn, Any, list[str]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, list[str]]]:
-    """A device, and the names of all that is launched on it."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """A device, Triton's kernels, and the names of all that is launched."""
+    # Not before: other tests have kernels interpreted, which must be said before Triton is imported.
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    from thermocline.ops.kernels import triton_kernels
+
     names, made = list[str](), StandIn()
     run = made.run
 
@@ -45,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, list[st
 
     monkeypatch.setattr(triton_kernels, "launch", noted)
     monkeypatch.setattr(made, "run", other)
-    yield made, names
+    yield made, triton_kernels, names
     made.close()
 
 
@@ -70,11 +72,13 @@ def llama(format: str, layers: int) -> tuple[ModelSpec, Weights]:
     return spec, Weights(table, None, (layer,) * layers, norm, Linear(rows(format, 64, DIM), None))
 
 
-def of_step(device: StandIn, names: list[str], format: str, tokens: int, layers: int) -> list[str]:
+def of_step(
+    device: StandIn, kernels: Any, names: list[str], format: str, tokens: int, layers: int
+) -> list[str]:
     """Return the launches of a step, in order."""
     spec, weights = llama(format, layers)
     limits = StepLimits(max(tokens, 4), 4, spec.max_context, BLOCK)
-    ops = GpuOps((device,), triton_kernels, CpuOps(1), spec, limits)
+    ops = GpuOps((device,), kernels, CpuOps(1), spec, limits)
     kv = KVCache(spec, 2, storage=lambda layer, shape: pages_on(device, shape))
     at = np.arange(tokens, dtype=np.int32)
     batch = Batch(at, at, np.zeros_like(at), np.zeros((1, 2), np.int32), at[-1:])
@@ -94,9 +98,7 @@ def of_step(device: StandIn, names: list[str], format: str, tokens: int, layers:
                      "matmul_many", "matmul_many", "activate", "matmul_many"]),
     ],
 )  # fmt: skip
-def test_launches_of_a_dense_layer(
-    format: str, tokens: int, wanted: list[str], launched: tuple[StandIn, list[str]]
-) -> None:
+def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], launched: Launched) -> None:
     """Two layers have a layer's more than one has."""
     one, two = (of_step(*launched, format, tokens, n) for n in (1, 2))
     begin = one.index(wanted[0])
