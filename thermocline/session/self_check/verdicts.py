@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 # NMSE of (single tokens, a prompt). On the stand-in, over all of `synth`'s shapes, rounding gave up to 1.3e-8
 # where weights are floats. In q4_k_m it gave (6.7e-4, 1.7e-3), and for prompts of two mixtures (LFM2 and
-# Qwen3-Next) at most half the limit: what is nearly a half goes to either integer, and a prompt is int8 on the
-# CPU alone.
+# Qwen3-Next) at most half the limit: what is nearly a half goes to either integer, and a prompt is int8 on
+# the CPU alone.
 FLOAT_LIMITS, BLOCK_LIMITS = (1e-4, 1e-4), (2e-3, 5e-3)
 LIMIT_S = 300.0  # of the child: kernels are compiled, a second each, on a machine that may be busy
 DYING_S = 5.0  # a process that the driver holds may not even be killed
