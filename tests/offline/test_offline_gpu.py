@@ -37,6 +37,7 @@ from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
 __all__ = ["packs"]  # fixtures
+pytestmark = pytest.mark.oracle
 Run = Callable[..., Any]
 GPU = ("--gpu", "stand-in")
 ORDER = 2e-5  # relative, of figures whose sums are added up in another order, in f32

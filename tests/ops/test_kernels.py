@@ -681,7 +681,7 @@ CHECKS: dict[str, Callable[[str, str], None]] = {
     name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")
 }
 # Not ops: `attention`, `ffn_add` and `mixer_add` are made of them, and are compared with them whole.
-PARTS = {"rotate", "activate", "route", "deltanet", "mamba2", "short_conv"}
+PARTS = {"rotate", "activate", "route", "deltanet", "mamba2", "short_conv", "logits_digest"}
 BINDERS = {
     "step",
     "bind_attention",
@@ -692,7 +692,14 @@ BINDERS = {
     "bind_experts",
 }  # arguments of the ops, made ready
 OF_MIXTURES = {"routed"}  # tests/ops/test_moe.py
-HINTS = {"read_ahead", "run", "rows", "states", "bring"}  # compute nothing: test_disk.py, test_gpu.py
+HINTS = {
+    "read_ahead",
+    "run",
+    "rows",
+    "states",
+    "bring",
+    "chooser",
+}  # compute nothing: test_disk.py, test_gpu.py
 
 
 def public_functions(where: Any) -> set[str]:
