@@ -236,3 +236,11 @@ def test_advice_names_what_holds_the_machine_back() -> None:
     assert any("THERMOCLINE_ISA=avx2 lowers it" in line for line in lines)
     content = replace(quiet, cores=replace(cores, logical=2), isa=replace(isa, chosen="avx512"))
     assert hardware.advice(content) == []
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 2), (4, 2), (6, 4), (16, 14)])
+def test_a_gpu_has_two_cores_to_itself_but_half_of_them_at_most(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "default_threads", lambda: cores)
+    assert hardware.threads_beside_gpu() == threads

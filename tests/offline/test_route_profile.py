@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,6 +306,36 @@ def test_published_hits_are_those_of_the_core(file: str, hits: tuple[float, ...]
     found = read_route_trace(shared_data / "route-traces" / f"{file}.csv")
     rows = {r.held: r.hit_rate for r in ceilings(found, ["experts"])}
     assert [rows[held] for held in (0.1, 0.2, 0.4)] == pytest.approx(hits, abs=6e-4)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("by", "too_few"), [(2, 0.05), (4, 0.12)])
+def test_hits_of_fewer_experts_are_those_of_grouped_ones(by: int, too_few: float, shared_data: Path) -> None:
+    """Qwen3's experts, grouped at random: what plans without a profile expect of mixtures of 64 and of 32."""
+    found, rng = read_route_trace(shared_data / "route-traces" / "qwen.csv"), np.random.default_rng(0)
+    experts, layers = found.experts // by, found.chosen[::4]
+    groups = [rng.permutation(found.experts) // by for _ in layers]
+    needs = [needs_of(group[x], experts, 1) for group, x in zip(groups, layers, strict=True)]
+    active = round(float(np.mean([n.sum(axis=1).mean() for n in needs])))
+    spec: Any = SimpleNamespace(n_experts=experts, n_experts_active=active)
+    for share in (0.1, 0.2, 0.3, 0.4, 0.6, 0.8):
+        slots = max(1, round(share * experts))
+        hits = np.mean([1 - missed(n, slots, None, active).sum() / n.sum() for n in needs])
+        assert -too_few <= expert_hits.published(spec, slots) - hits <= 0.03, (share, hits)
+
+
+def test_hits_without_a_profile_grow_with_slots_and_fall_with_what_a_token_takes() -> None:
+    def hits(experts: int, active: int) -> list[float]:
+        spec: Any = SimpleNamespace(n_experts=experts, n_experts_active=active)
+        return [expert_hits.published(spec, n) for n in range(experts + 1)]
+
+    fine, coarse, few = hits(128, 6), hits(64, 6), hits(8, 2)
+    assert fine[26] == pytest.approx(0.75, abs=0.005) and fine[0] == 0 and fine[-1] == 1
+    assert all(a <= b for found in (fine, coarse, few) for a, b in itertools.pairwise(found))
+    assert all(c < f for c, f in zip(coarse[1:-1], fine[2:-2:2], strict=True))
+    assert all(h >= n / 8 for n, h in enumerate(few))
+    spec: Any = SimpleNamespace(n_experts=128, n_experts_active=6)
+    assert expert_hits.published(spec, 16, 64) == fine[32]  # of the experts that are here
 
 
 # ---- plans

@@ -278,6 +278,12 @@ class KVCache:
             pool.grow(held, tokens)
         return True
 
+    def begin_again(self, table: BlockTable, tokens: int) -> None:
+        """Give up what a sequence holds; reserve blocks for `tokens` positions of another in its place."""
+        self.close(table)
+        grown = self.grow(table, tokens)
+        assert grown, "the cache is large enough"
+
     def look_again(self, table: BlockTable, ids: list[int], tokens: int) -> None:
         """Take blocks that were sealed since `table` was opened, in place of blocks that it has not written.
 

@@ -199,9 +199,7 @@ class Passages:
     def step(self, ids: I32, begin: int, end: int) -> None:
         """Compute tokens [begin, end) of a passage, whose earlier ones were the last. NumericalError."""
         if begin == 0:  # windows have released the first blocks of the passage before
-            self._kv.close(self._table)
-            grown = self._kv.grow(self._table, self._context)
-            assert grown, "the cache is large enough"
+            self._kv.begin_again(self._table, self._context)
         tables = self._kv.tables([self._table], [end])
         at = np.arange(begin, end, dtype=np.int32)
         last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite

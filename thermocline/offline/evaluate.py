@@ -169,8 +169,9 @@ class Reader:
     def _forward(self, ids: I32, start: int, sparsity: str, stats: FFNStats, *, wanted: bool) -> F32:
         """Run ids [windows, positions] from position `start` on. Return logits [tokens, vocab], if wanted."""
         n, length = ids.shape
-        if start == 0:
-            self._begin()
+        if start == 0:  # windows have released the first blocks of the texts before
+            for table in self._tables:
+                self._kv.begin_again(table, self.context)
         tokens = np.arange(n * length, dtype=np.int32)
         tables = self._kv.tables(self._tables[:n], [start + length] * n)
         state_from, state_to = self._states.step(n, first=start == 0)
@@ -191,13 +192,6 @@ class Reader:
         for table in self._tables[:n]:
             self._kv.release_passed(table, start + length)
         return logits
-
-    def _begin(self) -> None:
-        """Begin other texts: windows have released the first blocks of those before."""
-        for table in self._tables:
-            self._kv.close(table)
-            grown = self._kv.grow(table, self.context)
-            assert grown, "the cache is large enough for all"
 
 
 def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:

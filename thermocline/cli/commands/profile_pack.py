@@ -95,7 +95,7 @@ def profile(o: ProfileOptions) -> int:
         log.info(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {nbytes}")
         try:
             done = profiler.profile(request, progress.at)
-            routing = profile_routes.beside_neurons(o, request.output, progress)
+            routing = profile_routes.beside_neurons(request, progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
             return INTERRUPTED

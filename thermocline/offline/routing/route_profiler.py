@@ -30,6 +30,7 @@ from thermocline.session.session import Session
 if TYPE_CHECKING:
     from thermocline.model.spec import ModelSpec
     from thermocline.offline.routing.recorder import SharesOfGpu
+    from thermocline.ops.interface import OpaqueOps
     from thermocline.pack.stored_model import StoredModel
 
 log = logging.getLogger(__name__)
@@ -142,9 +143,7 @@ def _counted(corpus: Corpus, session: Session, context: int, state: RouteCounts)
     if state.done == len(corpus.passages):
         return
     spec, weights, kept = session.pack.spec, session.loaded.weights, traced_passages(corpus.passages)
-    skip, recorder, ops = len(corpus.prefix), _recorder(session), session.loaded.ops
-    if isinstance(recorder, RouteRecorder):
-        ops = opaque(recorder)
+    skip, (recorder, ops) = len(corpus.prefix), _recorder(session)
     passages = Passages(spec, weights, ops, context, storage=session.storage)
     for passage in corpus.passages[state.done :]:
         recorder.begin()
@@ -155,9 +154,10 @@ def _counted(corpus: Corpus, session: Session, context: int, state: RouteCounts)
         yield state
 
 
-def _recorder(session: Session) -> RouteRecorder | GpuRouteRecorder:
-    """Return what looks on: the CPU's ops, or those of the session's GPU."""
-    spec = session.pack.spec
+def _recorder(session: Session) -> tuple[RouteRecorder | GpuRouteRecorder, OpaqueOps]:
+    """Return what looks on, and the ops that compute: the recorder itself, or the session's with a GPU."""
+    spec, loaded = session.pack.spec, session.loaded
     if session.gpus is None:
-        return RouteRecorder(session.threads, spec, session.loaded.weights.layers)
-    return GpuRouteRecorder(cast("SharesOfGpu", session.loaded.ops), spec)
+        own = RouteRecorder(session.threads, spec, loaded.weights.layers)
+        return own, opaque(own)
+    return GpuRouteRecorder(cast("SharesOfGpu", loaded.ops), spec), loaded.ops

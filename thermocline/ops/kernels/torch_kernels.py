@@ -498,9 +498,6 @@ def softcap(x: Tensor, cap: float) -> None:
     x.div_(cap).tanh_().mul_(cap)
 
 
-# ---- parts
-
-
 def choose(
     ids: Tensor, chosen: Tensor, logits: Tensor, scale: float, draws: Tensor, keys: Tensor, sums: Tensor
 ) -> None:
@@ -538,6 +535,9 @@ def choose(
     chosen[:, 0] = torch.where(odd[:, 0], ~token[:, 0], ids)
     chosen[:, 1] = (digests ^ 1 << 31) - (1 << 31)
     chosen[:, 2] = torch.where(odd, bits.gather(1, token[:, :1]), 0)[:, 0]
+
+
+# ---- parts
 
 
 def _digest_weights(i: Tensor) -> Tensor:

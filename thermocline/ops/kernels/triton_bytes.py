@@ -77,24 +77,12 @@ def nearest(y):
 def quad(w, x, total, SIGNED: tl.constexpr):
     """total i32 [...] + the four products of the bytes of w, signed or not, and those of x."""
     if assembles():
-        if SIGNED:
-            total = tl.inline_asm_elementwise(
-                "dp4a.s32.s32 $0, $1, $2, $3;",
-                "=r,r,r,r",
-                [w, x, total],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            total = tl.inline_asm_elementwise(
-                "dp4a.u32.s32 $0, $1, $2, $3;",
-                "=r,r,r,r",
-                [w, x, total],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
+        INSTRUCTION: tl.constexpr = (
+            "dp4a.s32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.s32 $0, $1, $2, $3;"
+        )
+        total = tl.inline_asm_elementwise(
+            INSTRUCTION, "=r,r,r,r", [w, x, total], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
         w = w.to(tl.int32, bitcast=True)
         for i in tl.static_range(4):

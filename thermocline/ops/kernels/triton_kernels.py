@@ -465,9 +465,6 @@ def softcap(x: Tensor, cap: float) -> None:
     launch(triton_tokens.softcap, (_ceil(x.numel(), ELEMENTWISE),), x, x.numel(), cap, C=ELEMENTWISE)
 
 
-# ---- parts
-
-
 def choose(
     ids: Tensor, chosen: Tensor, logits: Tensor, scale: float, draws: Tensor, keys: Tensor, sums: Tensor
 ) -> None:
@@ -490,6 +487,9 @@ def choose(
         )
     found = (ids, chosen, keys, sums, logits, draws, sizes[-1], parts, pitch, scale)
     launch(triton_choice.draw, (rows,), *found, **fixed, C=_power(sizes[-1]), S=_power(parts))
+
+
+# ---- parts
 
 
 def _norm(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,30 +23,23 @@ from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.engine_process import Jobs
 from thermocline.text.infill import Infill
 
+Begin = Callable[[Api, Request, Posted], Awaitable[tuple[Jobs, Answer]]]
+
 
 def routes(api: Api) -> list[Route]:
-    async def chat(request: Request) -> Response:
-        given = posted(request.scope)
-        jobs, answer = await _chat(api, request, given)
-        given.done()
-        return await answered(jobs, answer, api.limits.limit_ping_s)
+    def route(path: str, begin: Begin) -> Route:
+        async def handle(request: Request) -> Response:
+            given = posted(request.scope)
+            jobs, answer = await begin(api, request, given)
+            given.done()
+            return await answered(jobs, answer, api.limits.limit_ping_s)
 
-    async def complete(request: Request) -> Response:
-        given = posted(request.scope)
-        jobs, answer = await _complete(api, request, given)
-        given.done()
-        return await answered(jobs, answer, api.limits.limit_ping_s)
-
-    async def infill(request: Request) -> Response:
-        given = posted(request.scope)
-        jobs, answer = await _infill(api, request, given)
-        given.done()
-        return await answered(jobs, answer, api.limits.limit_ping_s)
+        return Route(path, handle, methods=["POST"])
 
     return [
-        Route("/infill", infill, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", complete, methods=["POST"]),
+        route("/infill", _infill),
+        route("/v1/chat/completions", _chat),
+        route("/v1/completions", _complete),
     ]
 
 

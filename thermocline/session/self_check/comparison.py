@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.engine.decoder import Model, bind, forward
+from thermocline.engine.decoder import Model, bind, forward, state_storage
 from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
-from thermocline.engine.state_pool import NONE, StatePool, states_in_ram
+from thermocline.engine.state_pool import NONE, StatePool
 from thermocline.errors import ThermoclineError
 from thermocline.ops.device_sizes import FEW, StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
@@ -64,15 +64,9 @@ def divided(spec: ModelSpec) -> Placement:
 def logits(model: Model, ops: OpaqueOps, storage: Storage) -> Iterator[F32]:
     """Return the logits of every token of each of STEPS, of one random text."""
     spec, total = model.spec, sum(STEPS)
-
-    def states(layer: int, slots: int, floats: int) -> F32:
-        mixer = model.mixers[layer]
-        own = None if mixer is None else ops.states(mixer, slots, floats)
-        return states_in_ram(layer, slots, floats) if own is None else own
-
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, total).astype(np.int32)
     kv = KVCache(spec, blocks_for(total), storage=storage)
-    kept = StatePool(spec, 1, states).layers
+    kept = StatePool(spec, 1, state_storage(model, ops)).layers
     table, begin = np.arange(blocks_for(total), dtype=np.int32)[None], 0
     for turn, n in enumerate(STEPS):
         at = np.arange(begin, begin + n, dtype=np.int32)

@@ -13,6 +13,7 @@ from thermocline.errors import UsageError
 
 if TYPE_CHECKING:
     from thermocline.cli.commands.profile_pack import ProfileOptions
+    from thermocline.offline.profiler import ProfileJob
     from thermocline.offline.routing.route_profiler import RouteJob, RoutesCounted
     from thermocline.pack.stored_model import StoredModel
 
@@ -56,7 +57,7 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
             )
     with ProgressBar(quiet=o.quiet) as progress:
         try:
-            about = _counted(o, model, progress)
+            about = _counted(_job(o, model), progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
             return INTERRUPTED
@@ -67,21 +68,29 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
     return 0
 
 
-def beside_neurons(o: ProfileOptions, path: Path, progress: ProgressBar) -> dict[str, Any] | None:
-    """Count the experts of a pack whose neurons were counted; None where none is ever on disk whole."""
+def beside_neurons(job: ProfileJob, progress: ProgressBar) -> dict[str, Any] | None:
+    """Count the experts of a pack whose neurons were counted, over the same text.
+
+    None where no expert is ever on disk whole.
+    """
+    from thermocline.offline.routing.route_profiler import RouteJob
     from thermocline.pack.pack import Pack
+    from thermocline.session.options import EngineOptions
 
-    pack = Pack.open(path)
-    return _counted(o, pack, progress) if _of_experts(pack) else None
+    pack = Pack.open(job.output)
+    if not _of_experts(pack):
+        return None
+    options = EngineOptions(context=job.context, max_batch=1, threads=job.threads, ram=job.ram)
+    return _counted(RouteJob(pack, job.corpus, options), progress)
 
 
-def _counted(o: ProfileOptions, model: StoredModel, progress: ProgressBar) -> dict[str, Any]:
+def _counted(job: RouteJob, progress: ProgressBar) -> dict[str, Any]:
     from thermocline.offline.routing import route_profiler
     from thermocline.pack.route_profile import path_of
 
-    route_profiler.check_target(model)
-    done = route_profiler.profile_routes(_job(o, model), progress.at)
-    return _about(done) | {"path": str(path_of(model))}
+    route_profiler.check_target(job.model)
+    done = route_profiler.profile_routes(job, progress.at)
+    return _about(done) | {"path": str(path_of(job.model))}
 
 
 def _job(o: ProfileOptions, model: StoredModel) -> RouteJob:

@@ -12,6 +12,7 @@ from thermocline.server.api.answers import Answer, marked_text
 from thermocline.server.api.chat import BegunChat
 from thermocline.server.api.parsing.answer_parser import Piece
 from thermocline.server.api.parsing.call_forms import Call
+from thermocline.server.http import sse
 from thermocline.server.process.messages import Finished
 
 Event = dict[str, Any]
@@ -80,6 +81,12 @@ class GrowingAnswer(Answer):
     def _close(self) -> list[Event]:
         part, self._open = self._open, None
         return [] if part is None else self.closed(part)
+
+    def event(self, body: Event) -> bytes:
+        return sse.named_event(body)
+
+    def closing(self) -> bytes:
+        return b""
 
     @property
     def called(self) -> bool:

@@ -86,12 +86,6 @@ class MessageAnswer(GrowingAnswer):
     def whole(self) -> Event:
         return self._message(self._ended[0])
 
-    def event(self, body: Event) -> bytes:
-        return sse.named_event(body)
-
-    def closing(self) -> bytes:
-        return b""
-
     def failure(self, refusal: Refusal) -> bytes:
         return self.event(refusal.anthropic())
 

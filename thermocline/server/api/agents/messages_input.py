@@ -9,7 +9,7 @@ from typing import Any
 
 from thermocline.server.api import schema
 from thermocline.server.api.agents import messages_schema as given
-from thermocline.server.api.agents.responses_input import effort, named_tool
+from thermocline.server.api.agents.chat_parts import call, effort, named_tool, tool
 from thermocline.server.api.model import ServedModel
 
 PARAMS = {
@@ -93,8 +93,7 @@ def _assistant(blocks: Sequence[given.AnswerBlock]) -> schema.Message:
                 thoughts.append(b.thinking)
             case given.ToolUseBlock():
                 arguments = json.dumps(b.input, ensure_ascii=False)
-                function = schema.FunctionCall.model_construct(name=b.name, arguments=arguments)
-                calls.append(schema.ToolCall.model_construct(id=b.id, function=function))
+                calls.append(call(b.id, b.name, arguments))
     return schema.Message.model_construct(
         role="assistant",
         content="".join(texts),
@@ -137,15 +136,7 @@ def _format(asked: given.OutputSchema | None) -> schema.SchemaFormat | None:
 def _tools(asked: Sequence[given.AgentTool] | None) -> list[schema.Tool] | None:
     if asked is None:
         return None
-    return [
-        schema.Tool.model_construct(
-            type="function",
-            function=schema.Function.model_construct(
-                name=t.name, description=t.description, parameters=t.input_schema, strict=t.strict
-            ),
-        )
-        for t in asked
-    ]
+    return [tool(t.name, t.description, t.input_schema, t.strict) for t in asked]
 
 
 def _choice(asked: Any) -> Any:

@@ -11,7 +11,6 @@ from thermocline.server.api.agents.growing import AnswerPart, Event, GrowingAnsw
 from thermocline.server.api.agents.responses_input import ENCRYPTED, sealed
 from thermocline.server.api.agents.responses_schema import ResponsesRequest
 from thermocline.server.api.chat import BegunChat
-from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.messages import Finished
 
@@ -148,12 +147,6 @@ class ResponseAnswer(GrowingAnswer):
         return schema.Message.model_construct(
             role="assistant", content=text, reasoning_content=thought or None, tool_calls=calls or None
         )
-
-    def event(self, body: Event) -> bytes:
-        return sse.named_event(body)
-
-    def closing(self) -> bytes:
-        return b""
 
     def failure(self, refusal: Refusal) -> bytes:
         code = "server_error" if refusal.status >= 500 else "invalid_prompt"  # not to be sent again

@@ -9,6 +9,7 @@ from typing import Any
 
 from thermocline.server.api import schema
 from thermocline.server.api.agents import responses_schema as given
+from thermocline.server.api.agents.chat_parts import call, effort, named_tool, tool
 from thermocline.server.http.refusal import Refusal
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # of `include`
@@ -48,9 +49,8 @@ def messages(items: str | Sequence[given.Item]) -> list[schema.Message]:
             case given.ReasoningItem():
                 answer["reasoning_content"] = _thought(item)
             case given.CallItem():
-                function = schema.FunctionCall.model_construct(name=item.name, arguments=item.arguments)
-                call = schema.ToolCall.model_construct(id=item.call_id, function=function)
-                answer.setdefault("tool_calls", []).append(call)
+                made = call(item.call_id, item.name, item.arguments)
+                answer.setdefault("tool_calls", []).append(made)
             case given.MessageItem(role="assistant"):
                 answer["content"] = _text(item.content)
             case given.MessageItem():
@@ -115,11 +115,6 @@ def chat(r: given.ResponsesRequest, conversation: Sequence[schema.Message]) -> s
     )
 
 
-def effort(asked: str | None) -> Any:
-    """Return an effort as templates know it: there, high is the most."""
-    return "high" if asked in ("xhigh", "max") else asked
-
-
 def _one_system(instructions: str | None, conversation: Sequence[schema.Message]) -> list[schema.Message]:
     """Return the messages with the instructions and the system's first ones joined to one message.
 
@@ -146,33 +141,21 @@ def _tools(asked: Sequence[given.ResponsesTool] | None) -> list[schema.Tool] | N
     if asked is None:
         return None
     return [
-        schema.Tool.model_construct(
-            type="function",
-            function=schema.Function.model_construct(
-                name=t.name, description=t.description, parameters=t.parameters, strict=t.strict
-            ),
-        )
+        tool(t.name, t.description, t.parameters, t.strict)
         for t in asked
         if isinstance(t, given.FunctionTool)
     ]
 
 
 def _choice(asked: Any) -> Any:
-    def named(tool: given.ToolName) -> schema.NamedTool:
-        return named_tool(tool.name)
-
     match asked:
         case given.ToolName():
-            return named(asked)
+            return named_tool(asked.name)
         case given.AllowedToolNames():
-            allowed = schema.Allowed.model_construct(mode=asked.mode, tools=list(map(named, asked.tools)))
+            named = [named_tool(t.name) for t in asked.tools]
+            allowed = schema.Allowed.model_construct(mode=asked.mode, tools=named)
             return schema.AllowedTools.model_construct(type="allowed_tools", allowed_tools=allowed)
     return asked
-
-
-def named_tool(name: str) -> schema.NamedTool:
-    function = schema.FunctionName.model_construct(name=name)
-    return schema.NamedTool.model_construct(type="function", function=function)
 
 
 def ignored(r: given.ResponsesRequest) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -94,11 +94,12 @@ class FunctionTool(ApiObject):
 
 
 # Codex sends these with every request. The model is not shown them, so it calls none.
-NOT_SHOWN = ("custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search")
+HiddenKind = Literal["custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search"]
+NOT_SHOWN: tuple[str, ...] = get_args(HiddenKind)
 
 
 class OtherTool(ApiObject):
-    type: Literal["custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search"]
+    type: HiddenKind
 
 
 ResponsesTool = Annotated[
