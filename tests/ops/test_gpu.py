@@ -525,6 +525,10 @@ class Counting(StandIn):
         return made
 
 
+def test_pinned_memory_is_taken_in_powers_of_two() -> None:
+    assert [device_sizes.pinned_bytes(n) for n in (0, 1, 3, 4, 4097)] == [0, 1, 4, 4, 8192]
+
+
 def test_buffers_are_what_the_planner_counts() -> None:
     """But for the model's own vectors, which it counts with their layers."""
 

@@ -87,6 +87,12 @@ def test_a_choice_of_tools_is_enforced(puppet: Scripted, choice: Any, enforced: 
     assert ("{tools: read }" in prompt(puppet)) == (choice["type"] != "none")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_calls_of_a_strict_tool_are_enforced(puppet: Scripted, strict: bool) -> None:
+    assert post(puppet, tools=[READ | {"strict": strict}]).status_code == 200
+    assert (puppet.engine.asked[-1].grammar is not None) == strict
+
+
 @pytest.mark.parametrize(("kind", "on"), [("enabled", "True"), ("adaptive", "True"), ("disabled", "False")])
 def test_thinking_is_the_templates_switch(puppet: Scripted, kind: str, on: str) -> None:
     post(puppet, thinking={"type": kind})

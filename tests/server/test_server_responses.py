@@ -93,6 +93,11 @@ def test_a_call_that_is_asked_for_is_enforced(puppet: Scripted, choice: Any) -> 
     assert post(puppet, tools=[READ]).status_code == 200 and puppet.engine.asked[-1].grammar is None
 
 
+def test_calls_of_a_strict_tool_are_enforced(puppet: Scripted) -> None:
+    assert post(puppet, tools=[READ | {"strict": True}]).status_code == 200
+    assert puppet.engine.asked[-1].grammar is not None
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
