@@ -548,7 +548,7 @@ def test_a_full_card_is_left_out_by_auto(
     """Taken by another program before the plan, or while it is measured: the CPU answers."""
     card.free_bytes = 100 << 20  # less than what is left to others
     ran = refused(tiny_pack, thermocline, "--gpu", "auto")
-    assert ran.code == 0 and "the GPU is not used: " in ran.err
+    assert ran.code == 0 and "the GPU is not used: 0.00 GiB of it may be taken" in ran.err
     card.free_bytes = 1 << 30
     card.faults.set("zeros", 1, OUT_OF_MEMORY)
     ran = refused(tiny_pack, thermocline, "--gpu", "auto")

@@ -115,7 +115,8 @@ def planned_of(
     further = [one.free_bytes for one in found[1:]]
     made = place.plan(subject, here, asked(subject.spec, needs, found[0].free_bytes), further=further)
     if not made.placement.devices:
-        log.warning(" ".join(n for n in made.notes if "the GPU is not used" in n))
+        full = f"the GPU is not used: {found[0].free_bytes / GIB:.2f} GiB of it may be taken"
+        log.warning(next((n for n in made.notes if "the GPU is not used" in n), full))
         return None
     _report(found, made)
     decision = Decision.of_plan(made, subject.contents, subject.routing)
