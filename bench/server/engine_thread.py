@@ -21,10 +21,10 @@ class Thread(threading.Thread):
 
     exitcode = 0
 
-    def __init__(self, target: Any, args: tuple[Connection, Any], name: str, daemon: bool) -> None:
-        end, options = args
+    def __init__(self, target: Any, args: tuple[Any, ...], name: str, daemon: bool) -> None:
+        end, *options = args
         own = Connection(os.dup(end.fileno()))  # the server closes the one it has handed over
-        super().__init__(target=target, args=(own, options), name=name, daemon=daemon)
+        super().__init__(target=target, args=(own, *options), name=name, daemon=daemon)
 
     def kill(self) -> None:
         pass  # it ends with the process

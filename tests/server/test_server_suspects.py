@@ -168,7 +168,7 @@ def test_an_engine_that_crashes_with_nothing_to_compute_is_given_up() -> None:
 def test_an_engine_that_cannot_be_started_is_given_up_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread died of the OSError, and the server said for ever that it was loading."""
 
-    def spawned(files: object, options: object) -> Any:
+    def spawned(*asked: object) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
 
     async def main() -> None:

@@ -21,7 +21,9 @@ from thermocline.server.process.messages import (
     Finished,
     FromEngine,
     Heartbeat,
+    Load,
     LogLine,
+    MemoryNeeded,
     ModelOpened,
     Ready,
     Stop,
@@ -41,13 +43,13 @@ def signals() -> Iterator[None]:
         signal.signal(s, was)
 
 
-def said(*commands: Any, exits: bool = False, **options: Any) -> list[Any]:
+def said(*commands: Any, exits: bool = False, beside: int | None = None, **options: Any) -> list[Any]:
     """All messages of a worker that finds these commands when it is ready."""
     here, there = multiprocessing.Pipe()
     for command in commands:
         here.send(command)
     files = changed(ModelOptions(model=options.pop("model", None)), options)  # type: ignore[arg-type]
-    asked = files, changed(OPTIONS, options)  # type: ignore[arg-type]
+    asked = files, changed(OPTIONS, options), beside  # type: ignore[arg-type]
     if exits:
         with pytest.raises(SystemExit) as ended:
             worker.main(there, *asked)
@@ -74,6 +76,26 @@ def test_it_opens_loads_answers_and_stops() -> None:
     kinds = [type(m) for m in found]
     assert kinds.index(ModelOpened) < kinds.index(Ready)
     assert any("10" in m.message for m in found if getattr(m, "job", None) == 8), "a bad one is refused alone"
+
+
+def test_one_of_several_asks_for_memory_before_it_reads_a_weight() -> None:
+    found = said(Load(1.0), Stop(), beside=1 << 20, ram=2.0)
+    kinds = [type(m) for m in found]
+    assert kinds.index(MemoryNeeded) < kinds.index(ModelOpened) < kinds.index(Ready)
+    (asked,) = (m for m in found if isinstance(m, MemoryNeeded))
+    (ready,) = (m for m in found if isinstance(m, Ready))
+    assert asked.nbytes == ready.memory_bytes, "to the byte"
+    assert [type(m) for m in said(Stop(), beside=0, ram=2.0)] == [MemoryNeeded], "it was not granted any"
+
+
+def test_one_that_does_not_fit_in_the_budget_beside_what_is_for_none_says_so_before_it_is_granted_any() -> (
+    None
+):
+    (refused,) = said(beside=64 << 20, ram=0.1)
+    assert (refused.error, "0.1 " in refused.message) == ("OutOfBudget", False)
+    enough = float(refused.message.partition("--ram ")[2].split()[0])
+    assert [type(m) for m in said(Stop(), beside=64 << 20, ram=enough)] == [MemoryNeeded]
+    assert [type(m) for m in said(beside=64 << 20, ram=enough - 0.001)] == [EngineError]
 
 
 def test_a_job_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,23 @@ def threads_of(options: EngineOptions, *, gpu: bool = False) -> int:
     return hardware.threads_beside_gpu() if gpu else hardware.default_threads()
 
 
+def memory_needed(pack: StoredModel, options: EngineOptions, beside: int) -> int:
+    """Return the bytes of RAM that a session takes if all of `options.ram` but `beside` is free for it.
+
+    With a GPU, all of that. Raises UsageError, OutOfBudget and Unsupported, as `Session.open` does.
+    """
+    allowed = None if options.ram is None else int(options.ram * 2**30)
+    if options.gpu != "off":
+        return 0 if allowed is None else max(0, allowed - beside)
+    needs = replace(needs_of(options, beside), budget=allowed, limit="allowed")
+    predictors = predictors_for(pack, options.sparsity)
+    try:
+        return without_gpu(pack, predictors, needs).placement.ram_bytes - beside
+    finally:
+        if predictors is not None:
+            predictors.close()
+
+
 def needs_of(options: EngineOptions, beside: int = 0) -> Needs:
     """Return what a session asks of RAM: of what is free, or allowed where that is less."""
     budget, limit = budget_for(options.ram)

@@ -31,8 +31,10 @@ from thermocline.server.process.messages import (
     Finished,
     FromEngine,
     Heartbeat,
+    Load,
     LoadProgress,
     LogLine,
+    MemoryNeeded,
     ModelOpened,
     Ready,
     Stop,
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 
 STALE_S = 10.0  # without a heartbeat the engine counts as not ready, unless its steps take longer
 WATCH_S = 1.0  # between two checks for silence
-CRASHES = 3  # in a row with nothing to compute: the server gives up
+CRASHES = 3  # in a row with nothing to compute: the engine is given up
 
 
 class EngineCrashed(ThermoclineError):
@@ -134,12 +136,19 @@ class EngineProcess:
         opened: Callable[[ModelOpened], None],
         silence_s: float = 60.0,
         observe: Callable[[Event], None] = lambda event: None,
+        beside: int | None = None,
     ) -> None:
         """`files` and `options`: `LLM`'s. `opened` is called on another thread, before the weights are read.
 
-        `silence_s`: the process is killed after so long a silence. `observe` gets every event.
+        `silence_s`: the process is killed after so long a silence. `observe` gets every event. `beside`: the
+        budget in `options` is shared with other engines, and so many bytes of it are for none: the engine
+        asks for memory (`needed`) and waits for `grant`. None: all of the budget is its own.
         """
-        self._options = files, options
+        self.files = files
+        self._options = options, beside
+        self.needed: int | None = None  # bytes that it asks for, until it ends
+        self._share: float | None = None  # GiB that were granted
+        self._news: asyncio.Future[None] | None = None  # done when `until` has to look again
         self._progress, self._on_opened = progress, opened
         self._awaited: dict[int, Jobs] = {}  # jobs that clients wait for
         self._held: dict[int, Job] = {}  # those that the engine does not have yet, in order
@@ -166,6 +175,9 @@ class EngineProcess:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        if self.over.is_set():
+            self.over.clear()
+            self.error, self._crashes = None, 0
         self.state, self._heard_at = "loading", time.monotonic()
         threading.Thread(target=self._serve, name="engine's events", daemon=True).start()
         if self._watching is None:
@@ -189,7 +201,7 @@ class EngineProcess:
     def _serve(self) -> None:
         """Run one process from its start to its end, on a thread of its own."""
         try:
-            process, here = _spawned(*self._options)
+            process, here = _spawned(self.files, *self._options)
         except OSError as e:  # no process or file is left: treat it as a crash
             return self._call(self._ended, e.errno)
         outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
@@ -223,8 +235,6 @@ class EngineProcess:
 
     def _begun(self, process: Any, outbox: SimpleQueue[ToEngine | None]) -> None:
         self._process, self._outbox = process, outbox
-        if self.subscribers:
-            self._send(Subscribe(True))
         if self.state == "stopping":
             self.kill()
 
@@ -253,13 +263,21 @@ class EngineProcess:
                 logging.getLogger(name).log(level, line)
             case Busy():
                 pass  # only `_heard_at` matters
+            case MemoryNeeded(nbytes):
+                self.needed = nbytes
+                if self._share is not None:  # it is started again, or was started before that was granted
+                    self._send(Load(self._share))
+                self._look_again()
             case ModelOpened():
                 self.slots = message.max_batch
             case Ready():
                 self.loaded = message
                 if self.state == "loading":
                     self.state = "ready"
+                if self.subscribers:
+                    self._send(Subscribe(True))
                 self._admit()
+                self._look_again()
             case EngineError(error, text):
                 self.error = getattr(errors, error)(text)
                 self.kill()
@@ -271,7 +289,7 @@ class EngineProcess:
         self._crashes = 0 if inside else self._crashes + 1
         if self.error is None and self._crashes >= CRASHES:
             self.error = EngineCrashed(
-                f"the engine crashed {CRASHES} times in a row (exit {code}); the server gives up"
+                f"the engine crashed {CRASHES} times in a row (exit {code}); it is given up"
             )
         is_end = self.state == "stopping" or self.error is not None
         lost = [*inside, *self._held] if is_end else list(inside)
@@ -280,7 +298,9 @@ class EngineProcess:
         self.heartbeat = Heartbeat()
         if is_end:
             self.state = self.state if self.state == "stopping" else "failed"
+            self._share = self.needed = None
             self.over.set()
+            self._look_again()
             return
         condemned = self._suspects.crashed(inside.values())
         self.restarts += 1
@@ -296,12 +316,39 @@ class EngineProcess:
             self.observe(failed)
             group.put(failed)
 
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a change of its state. Raise the error of an engine that ended for good before that."""
+        while not holds():
+            if self.over.is_set():
+                raise self.error or EngineCrashed("the engine was stopped; try again")
+            if self._news is None:
+                self._news = self._loop.create_future()
+            await asyncio.shield(self._news)
+
+    def _look_again(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
+    def grant(self, nbytes: int) -> None:
+        """Let it take so much of the budget: now if it waits for that, and when it is started again."""
+        waits, self._share = self._share is None, nbytes / 2**30
+        if waits:
+            self._send(Load(self._share))
+
     async def stop(self, grace_s: float) -> None:
-        """End the process, by force after `grace_s`."""
+        """End the process for good, by force after `grace_s`."""
+        self.subscribers.show(None)
+        await self.unload(grace_s)
+
+    async def unload(self, grace_s: float) -> None:
+        """End the process, by force after `grace_s`. It may be started again."""
+        if self.state == "starting" or self.over.is_set():
+            return
         self.state = "stopping"
         if self._watching is not None:
             self._watching.cancel()
-        self.subscribers.show(None)
+            self._watching = None
         self._send(Stop())
         try:
             await asyncio.wait_for(self.over.wait(), grace_s)
@@ -336,7 +383,12 @@ class EngineProcess:
     # ---- jobs
 
     def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
-        """Queue prompts as jobs. Raise CrashesEngine for a prompt that crashed the engine twice."""
+        """Queue prompts as jobs. Raise CrashesEngine for a prompt that crashed the engine twice.
+
+        Raise EngineCrashed if the engine has ended for good.
+        """
+        if self.over.is_set():
+            raise EngineCrashed("the engine stopped; try again")
         numbers = list(itertools.islice(self._numbers, len(prompts)))
         jobs = {n: Job(Submit(n, ids, params)) for n, (ids, params) in zip(numbers, prompts, strict=True)}
         for job in jobs.values():
@@ -381,13 +433,13 @@ class EngineProcess:
             self._outbox.put(command)
 
 
-def _spawned(files: ModelOptions, options: EngineOptions) -> tuple[Any, Connection]:
+def _spawned(files: ModelOptions, options: EngineOptions, beside: int | None) -> tuple[Any, Connection]:
     """Start the engine's process; return it and this end of its pipe."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with there:  # the process has its own copy
         try:
-            given = there, files, options
+            given = there, files, options, beside
             process = context.Process(target=worker.main, args=given, name="engine", daemon=True)
             process.start()
         except OSError:

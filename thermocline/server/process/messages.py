@@ -36,6 +36,13 @@ class Subscribe:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Load the model within so much memory. The answer to `MemoryNeeded`."""
+
+    ram: float  # GiB
+
+
+@dataclass(frozen=True)
 class Stop:
     """End after the current step."""
 
@@ -50,6 +57,13 @@ class LoadProgress:
     what: str  # downloading, packing, loading
     done: int
     size: int
+
+
+@dataclass(frozen=True)
+class MemoryNeeded:
+    """The model was looked at, and is loaded once `Load` comes: several engines share a budget."""
+
+    nbytes: int  # of the whole budget
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,15 @@ class Busy:
 
 Event = Token | Finished | Failed
 FromEngine = (
-    LoadProgress | LogLine | ModelOpened | Ready | EngineError | Cancelled | Heartbeat | Busy | list[Event]
+    LoadProgress
+    | MemoryNeeded
+    | LogLine
+    | ModelOpened
+    | Ready
+    | EngineError
+    | Cancelled
+    | Heartbeat
+    | Busy
+    | list[Event]
 )
-ToEngine = Submit | Cancel | Subscribe | Stop
+ToEngine = Submit | Cancel | Subscribe | Load | Stop

@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,7 +22,7 @@ from thermocline.engine.live_activity import ActivityMeter, ActivityReport
 from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
-from thermocline.llm import LLM
+from thermocline.llm import LLM, opened_model
 from thermocline.server.process.messages import (
     Busy,
     Cancel,
@@ -32,8 +33,10 @@ from thermocline.server.process.messages import (
     Finished,
     FromEngine,
     Heartbeat,
+    Load,
     LoadProgress,
     LogLine,
+    MemoryNeeded,
     ModelOpened,
     Ready,
     Stop,
@@ -43,6 +46,7 @@ from thermocline.server.process.messages import (
     Token,
 )
 from thermocline.session.options import EngineOptions, ModelOptions
+from thermocline.session.session import memory_needed
 from thermocline.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
@@ -54,8 +58,12 @@ BUSY_S = 1.0  # between two checks of a step that takes longer
 _SENDING = threading.Lock()  # the pipe has one writer at a time
 
 
-def main(connection: Connection, files: ModelOptions, options: EngineOptions) -> None:
-    """Open an LLM and run its engine until the connection ends or Stop comes."""
+def main(connection: Connection, files: ModelOptions, options: EngineOptions, beside: int | None) -> None:
+    """Open an LLM and run its engine until the connection ends or Stop comes.
+
+    `beside`: the budget in `options` is shared with other engines, and so many bytes of it are for none. Ask
+    for a part of it before any weight is read. None: all of the budget is this engine's.
+    """
     for one in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -66,6 +74,8 @@ def main(connection: Connection, files: ModelOptions, options: EngineOptions) ->
         _relayed(connection),
     ):
         try:
+            if beside is not None:
+                files, options = _granted(connection, files, options, beside)
             llm = _opened(connection, files, options)
             llm.load()
         except ThermoclineError as e:
@@ -104,7 +114,19 @@ def _relayed(connection: Connection) -> Iterator[None]:
         ours.removeHandler(relay)
 
 
-def _opened(connection: Connection, files: ModelOptions, options: EngineOptions) -> LLM:
+def _granted(
+    connection: Connection, files: ModelOptions, options: EngineOptions, beside: int
+) -> tuple[ModelOptions, EngineOptions]:
+    """Look at the model, ask for memory and wait for it. Return the options to load the model with."""
+    found = opened_model(files, _progress(connection))
+    connection.send(MemoryNeeded(memory_needed(found, options, beside)))
+    while not isinstance(command := connection.recv(), Load):
+        if isinstance(command, Stop):
+            raise EOFError
+    return replace(files, model=found.path), replace(options, ram=command.ram)
+
+
+def _progress(connection: Connection) -> Callable[[str, int, int], None]:
     last = 0.0
 
     def progress(what: str, done: int, size: int) -> None:
@@ -113,7 +135,11 @@ def _opened(connection: Connection, files: ModelOptions, options: EngineOptions)
             last = time.monotonic()
             connection.send(LoadProgress(what, done, size))
 
-    llm = LLM(files=files, options=options, lazy=True, progress=progress)
+    return progress
+
+
+def _opened(connection: Connection, files: ModelOptions, options: EngineOptions) -> LLM:
+    llm = LLM(files=files, options=options, lazy=True, progress=_progress(connection))
     connection.send(
         ModelOpened(
             llm.spec, llm.small_files, llm.context, options.max_batch, files.chat_template, llm.recommended
