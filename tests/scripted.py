@@ -20,6 +20,8 @@ from thermocline.llm import BUNDLED
 from thermocline.pack.pack import Pack
 from thermocline.server.api.app import application
 from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.registered import Loading
+from thermocline.server.api.models.registry import Registry
 from thermocline.server.api.state import Api
 from thermocline.server.http import server as http
 from thermocline.server.http.guard import Admission
@@ -91,6 +93,7 @@ class Scripted:
     url: str
     engine: ScriptedEngine
     server: Api
+    model: ServedModel
     in_bytes: bool = False  # answers are sent one byte at a time
 
 
@@ -104,20 +107,19 @@ def scripted(
     files: Path = BUNDLED,
 ) -> Iterator[Scripted]:
     engine, limits = ScriptedEngine(), limits or ServerLimits()
-    server = Api(
-        engine,
-        limits,
-        defaults=SamplingParams(temperature=0.7, max_tokens=None),
-        keys=bool(keys),
-    )
+    models = Registry(Loading(EngineOptions(), {}, 60, 60), None, ModelOptions())
+    assert models.default is not None
+    models.default.engine = engine
+    engine.observe = models.default.observe
+    server = Api(models, limits, keys=bool(keys))
     spec = Pack.open(BUNDLED).spec
     if files != BUNDLED:
         spec = replace(spec, vocab_size=spec.vocab_size + 64)  # the tokenizer in `files` may have more tokens
-    server.model = ServedModel.of(
-        ModelOpened(spec, FilesOfDirectory(files), context, 4, template), "scripted"
-    )
+    opened = ModelOpened(spec, FilesOfDirectory(files), context, 4, template)
+    defaults = SamplingParams(temperature=0.7, max_tokens=None)
+    model = models.default.model = ServedModel.of(opened, "scripted", engine, defaults)
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
-    made = Scripted(listener.url, engine, server)
+    made = Scripted(listener.url, engine, server, model)
     began: list[http.HttpServer] = []
 
     @contextlib.asynccontextmanager
@@ -153,5 +155,5 @@ def scripted(
         for one in began:
             one.stop()
         thread.join(30)
-        server.close()
+        models.close()
         assert not thread.is_alive()

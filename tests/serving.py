@@ -68,8 +68,9 @@ def served(
     sampling: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """`options`: LLM's, and of `serve` its keys, hosts, origins and name."""
-    own = {k: options.pop(k) for k in ("keys", "hosts", "origins", "name") if k in options}
+    """`options`: LLM's, and of `serve` its keys, hosts, origins, name, directory and models_max."""
+    served_with = ("keys", "hosts", "origins", "name", "directory", "models_max")
+    own = {k: options.pop(k) for k in served_with if k in options}
     model, keywords = options.pop("model", None), cast(Keywords, options)
     files = changed(ModelOptions(model=model, chat_template=TEMPLATE), keywords)
     asked = changed(EngineOptions(threads=1, max_batch=4), keywords)

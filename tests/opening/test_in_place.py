@@ -516,12 +516,15 @@ def test_a_loaded_gguf_can_be_served(talking: Path) -> None:
     """The process that speaks HTTP gets the tokenizer, which is in no file."""
     import pickle
 
+    from scripted import ScriptedEngine
+
+    from thermocline import SamplingParams
     from thermocline.server.api.model import ServedModel
     from thermocline.server.process.messages import ModelOpened
 
     with LLM(talking, context=64, lazy=True) as llm:
         said = ModelOpened(llm.spec, llm.small_files, llm.context, 4, None, llm.recommended)
-        found = ServedModel.of(pickle.loads(pickle.dumps(said)), None)
+        found = ServedModel.of(pickle.loads(pickle.dumps(said)), None, ScriptedEngine(), SamplingParams())
         try:
             assert found.name == "tiny.gguf"
             assert found.tokenizer.encode("Once") == llm.tokenizer.encode("Once")

@@ -26,8 +26,7 @@ CALL = '<tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 
 def prompt(puppet: Scripted) -> str:
     """Return the last prompt as text."""
-    assert puppet.server.model is not None
-    return puppet.server.model.tokenizer.decode(puppet.engine.prompts[-1])
+    return puppet.model.tokenizer.decode(puppet.engine.prompts[-1])
 
 
 def sent_events(text: str) -> Iterator[dict[str, Any]]:

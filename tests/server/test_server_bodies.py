@@ -200,13 +200,13 @@ def test_a_token_s_text_is_written_once_however_often_it_is_there(
         f"{puppet.url}/tokenize", json={"content": "the cat \x01é" * 2000, "with_pieces": True}, timeout=60
     ).json()["tokens"]
     assert len(got) > 5000 and len(asked) == len({t["id"] for t in got}) < 20
-    assert all(t["piece"] == piece(puppet.server.model.tokenizer, t["id"]) for t in got)  # type: ignore[union-attr]
+    assert all(t["piece"] == piece(puppet.model.tokenizer, t["id"]) for t in got)
 
 
 def test_a_prompt_does_not_wait_for_conversions(puppet: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """/tokenize and /detokenize had one turn with all prompts: a chat waited for 13 s behind one of them."""
     begun, go = threading.Event(), threading.Event()
-    tokenizer = puppet.server.model.tokenizer  # type: ignore[union-attr]
+    tokenizer = puppet.model.tokenizer
     monkeypatch.setattr(tokenizer, "decode", lambda ids: (begun.set(), go.wait(60), "x")[-1])
     told: list[int] = []
     ask = partial(httpx2.post, f"{puppet.url}/detokenize", json={"tokens": [1]}, timeout=90)

@@ -27,8 +27,8 @@ def post(puppet: Scripted, path: str = "/infill", **body: Any) -> httpx2.Respons
 
 
 def fill_in(puppet: Scripted) -> Infill:
-    assert puppet.server.model is not None and puppet.server.model.infill is not None
-    return puppet.server.model.infill
+    assert puppet.model.infill is not None
+    return puppet.model.infill
 
 
 def test_the_middle_is_asked_for_and_ends_at_a_mark(puppet: Scripted) -> None:
@@ -94,8 +94,8 @@ def test_what_cannot_be_honoured_is_refused(
 
 def test_a_text_that_the_context_cannot_hold_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
     with scripted(files=marked(tmp_path, QWEN), context=64) as made:
-        assert made.server.model is not None and made.server.model.most_bytes is not None
-        long = "a" * (made.server.model.most_bytes // 2 + 1)
+        assert made.model.most_bytes is not None
+        long = "a" * (made.model.most_bytes // 2 + 1)
         for body in ({"input_prefix": long, "input_suffix": long}, {"input_extra": [{"text": long}] * 2}):
             got = post(made, **body)
             assert got.status_code == 400 and "far more than a context of 64" in got.text

@@ -291,8 +291,8 @@ def test_answers_can_be_had_again_and_earlier_messages_changed(shown: Tab, scrip
     shown.page.wait_for_selector("#log :text('four')")
     shown.answered()
     assert shown.texts() == ["changed", "four"]
-    tokenizer = script.server.model.tokenizer if script.server.model else None
-    assert tokenizer is not None and tokenizer.decode(script.engine.prompts[-1]).strip() == "changed"
+    tokenizer = script.model.tokenizer
+    assert tokenizer.decode(script.engine.prompts[-1]).strip() == "changed"
 
 
 def test_settings_and_the_system_prompt_are_sent_and_kept(shown: Tab, script: Scripted) -> None:
@@ -308,8 +308,7 @@ def test_settings_and_the_system_prompt_are_sent_and_kept(shown: Tab, script: Sc
         shown.ask("is it so?")
         asked = script.engine.asked[-1]
         assert {name: getattr(asked, name) for name in given} == given
-        assert script.server.model is not None
-        assert script.server.model.tokenizer.decode(script.engine.prompts[-1]).strip().startswith("Be brief.")
+        assert script.model.tokenizer.decode(script.engine.prompts[-1]).strip().startswith("Be brief.")
         shown.begin()
 
 
@@ -358,7 +357,9 @@ def test_an_error_is_one_line_with_a_way_on(shown: Tab, script: Scripted) -> Non
 
 
 def test_loading_is_shown_until_the_server_is_ready(browser: Any, script: Scripted) -> None:
-    script.engine.state, script.server.progress = "loading", ("loading", 1, 4)
+    script.engine.state = "loading"
+    assert script.server.models.default is not None
+    script.server.models.default.progress = "loading", 1, 4
     with tab(browser, script.url) as found:
         found.awaited.add("503")
         found.page.goto(found.url)

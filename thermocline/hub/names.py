@@ -30,7 +30,7 @@ _REPO = re.compile(f"{_PART}/{_PART}")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+ -]*(?:/[A-Za-z0-9_][A-Za-z0-9._+ -]*){0,3}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _QUANT = re.compile(r"(?:^|[-._/])((?:I?Q\d\w*?|F16|F32|BF16|FP16)(?:_[0-9A-Z]+)*)(?=[-./]|$)", re.IGNORECASE)
 # PowerInfer's neuron counts, beside its GGUF. They are pickles, of which only the numbers are read.
 _COUNTS = re.compile(r"activation/activation_\d{1,4}\.pt")
@@ -180,8 +180,8 @@ class OnlyPickles(Unsupported):
 def _gguf(name: Name, files: Collection[str]) -> list[str]:
     """Return all parts of the GGUF model that `name.choice` names, or of the only one."""
     models: dict[str, list[str]] = {}
-    for file in sorted(f for f in files if f.endswith(".gguf") and not _companion(f)):
-        models.setdefault(_SPLIT.sub(".gguf", file), []).append(file)
+    for file in sorted(f for f in files if f.endswith(".gguf") and not is_companion(f)):
+        models.setdefault(SPLIT.sub(".gguf", file), []).append(file)
     fit = [m for m in models if name.choice is None or _chosen(m, models[m], name.choice)]
     if len(fit) != 1:
         quants = [quant(m) for m in models]
@@ -191,8 +191,8 @@ def _gguf(name: Name, files: Collection[str]) -> list[str]:
         hint = "there is" if not fit else "choose one by its quant or file:"
         raise UsageError(f"{name}: {asked}; {hint} {listed}")
     parts = models[fit[0]]
-    split = _SPLIT.search(parts[0])
-    if split and [m.groups() for p in parts if (m := _SPLIT.search(p))] != _numbers(split[2]):
+    split = SPLIT.search(parts[0])
+    if split and [m.groups() for p in parts if (m := SPLIT.search(p))] != _numbers(split[2]):
         raise BadFile(
             f"{name}: has {len(parts)} of the {int(split[2])} parts of {fit[0]}; try another revision"
         )
@@ -204,7 +204,7 @@ def _numbers(count: str) -> list[tuple[str, ...]]:
     return [(f"{i:05}", count) for i in range(1, min(int(count), MAX_FILES) + 1)]
 
 
-def _companion(file: str) -> bool:
+def is_companion(file: str) -> bool:
     """Tell whether a GGUF is not a language model, but a vision projector or importance matrix."""
     name = file.rpartition("/")[2].lower()
     return name.startswith("mmproj") or "imatrix" in name

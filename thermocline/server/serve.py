@@ -1,30 +1,31 @@
-"""Put `thermocline serve` together: the engine's process, the application and the socket."""
+"""Put `thermocline serve` together: the models, the application and the socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline.engine.generation_config import completed
-from thermocline.engine.sampler import SamplingParams
+from thermocline.errors import ThermoclineError
 from thermocline.server.api.app import PUBLIC, application, methods_of
-from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.registered import Loading
+from thermocline.server.api.models.registry import OPENING_BYTES, Registry
 from thermocline.server.api.state import Api
 from thermocline.server.http import server as http
 from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import return_memory
-from thermocline.server.process.engine_process import EngineProcess
+from thermocline.session.session import budget_for
 
 if TYPE_CHECKING:
     from thermocline.server.http.listener import Listener
-    from thermocline.server.process.messages import ModelOpened
     from thermocline.session.options import EngineOptions, ModelOptions
 
-STOP_S = 0.3  # time for the engine to end by itself before its process is killed
+MOST_GIB = 1e6  # the budget where nobody knows what is free
+STOP_S = 0.3  # time for engines to end by themselves before their processes are killed
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class ServerOptions:
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     access_log: bool = False  # log a line for each request
+    directory: Path | None = None  # of models that clients ask for by name; None: there is one model
+    models_max: int = 1  # of them, loaded at once
 
 
 def serve(
@@ -51,53 +54,52 @@ def serve(
 ) -> None:
     """Serve until the process is told to stop. Raise the error of an engine that cannot be started.
 
-    `files` and `options`: `LLM`'s. `settings.sampling` fills in options that a request
+    `files` and `options`: `LLM`'s. With a directory, `files` is the model of requests without a name, None is
+    none, and `options.ram` is the budget of all models. `settings.sampling` fills in options that a request
     leaves open; options missing there come from the model's recommendation.
     """
     listening: list[http.HttpServer] = []
+    errors: list[ThermoclineError] = []
     return_memory()
-
-    def opened(found: ModelOpened) -> None:
-        if server.model is not None:
-            return
-        server.defaults = completed(settings.sampling, found.recommended)
-        server.model = ServedModel.of(found, settings.name)
-
-    def shown(what: str, done: int, size: int) -> None:
-        server.progress = what, done, size
-        if progress is not None:
-            progress(what, done, size)
 
     def begun(made: http.HttpServer) -> None:
         listening.append(made)
         if started is not None:
             started(made)
 
-    async def watch() -> None:
-        await engine.over.wait()
-        listening[0].stop()
+    async def watch(first: asyncio.Task[None]) -> None:
+        try:
+            await first
+        except ThermoclineError as e:
+            errors.append(e)
+            listening[0].stop()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        engine.start()
-        watching = asyncio.create_task(watch())
+        first = models.start()
+        watching = None if first is None else asyncio.create_task(watch(first))
         try:
             yield
         finally:
-            watching.cancel()
-            await engine.stop(STOP_S)
+            if watching is not None:
+                watching.cancel()
+            await models.stop(STOP_S)
 
-    engine = EngineProcess(
-        files, options, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s
-    )
-    server = Api(engine, settings.limits, defaults=SamplingParams(), keys=bool(settings.keys))
-    app = application(server, lifespan)
+    try:
+        models = registry_of(files, options, settings)
+    except ThermoclineError:
+        listener.close()
+        raise
+    if progress is not None and models.default is not None:
+        models.default.told_progress = progress
+    app = application(Api(models, settings.limits, keys=bool(settings.keys)), lifespan)
+    several = settings.models_max if models.several else 1
     admission = Admission(
         settings.keys,
         settings.hosts,
         settings.origins,
         public=PUBLIC,
-        slots=options.max_batch,
+        slots=options.max_batch * several,
         methods=methods_of(app),
     )
     try:
@@ -110,6 +112,23 @@ def serve(
             started=begun,
         )
     finally:
-        server.close()
-    if engine.error is not None:
-        raise engine.error
+        models.close()
+    if errors:
+        raise errors[0]
+
+
+def registry_of(files: ModelOptions, options: EngineOptions, settings: ServerOptions) -> Registry:
+    """Return the models of a server. Of several, what is free now is the budget, or `options.ram` if less."""
+    limits, several = settings.limits, settings.directory is not None
+    if several:
+        budget, _ = budget_for(options.ram)
+        options = replace(options, ram=MOST_GIB if budget is None else budget / 2**30)
+    how = Loading(
+        options,
+        settings.sampling,
+        limits.limit_silence_s,
+        limits.limit_drain_s,
+        OPENING_BYTES if several else None,
+        settings.models_max if several else 1,
+    )
+    return Registry(how, settings.directory, files, settings.name)

@@ -14,7 +14,7 @@ from thermocline.cli.console import ProgressBar, emit, emit_json, unfailing
 from thermocline.cli.generation import GenerationOptions, engine_options, model_options, sampling
 from thermocline.cli.shared_options import json_output
 from thermocline.cli.table import table
-from thermocline.errors import Unsupported
+from thermocline.errors import Unsupported, UsageError
 from thermocline.options import REPEATED, nonempty, opt, switch, whole
 from thermocline.server.http.limits import ServerLimits, described
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from thermocline.server.http.listener import Listener
 
 log = logging.getLogger(__name__)
+
+MODELS_MAX = 4  # loaded at once, unless asked for others
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,15 @@ class ServeOptions(ServerLimits, GenerationOptions):
         (), nonempty, "ORIGIN", "Server", "Pages of this origin may use it: https://example.org. May be "
         "repeated.", given=REPEATED
     )  # fmt: skip
+    models_dir: str | None = opt(
+        None, nonempty, "DIR", "Server", "Serve the models in this directory (GGUF files, packs, Hugging "
+        "Face directories), each loaded when a request names it. --model is for requests without a name, "
+        "--ram the budget of all.", shown="one model"
+    )  # fmt: skip
+    models_max: int | None = opt(
+        None, whole(1, 64), "N", "Server", "Models of --models-dir that are loaded at once, if they fit; the "
+        "least recently used one makes room.", shown="4; 1 with --gpu"
+    )  # fmt: skip
     alias: str | None = opt(
         None, nonempty, "NAME", "Server", "What the model is called to clients.", flags="-a", shown="its name"
     )
@@ -74,6 +85,7 @@ def serve(o: ServeOptions) -> int:
     for library in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
         if importlib.util.find_spec(library) is None:
             raise Unsupported(f"{library} is not installed: pip install 'thermocline[server]'")
+    models_max = checked_models(o)
     keys = api_keys(o.api_key, None if o.api_key_file is None else Path(o.api_key_file))
     listener = listening(o, bool(keys))
     try:  # what is imported from here on takes a second, in which clients can connect already
@@ -93,11 +105,36 @@ def serve(o: ServeOptions) -> int:
             options,
             listener,
             server.ServerOptions(
-                limits_of(o), o.alias, sampling(o), keys, o.allow_host, o.allow_origin, o.access_log
+                limits_of(o),
+                o.alias,
+                sampling(o),
+                keys,
+                o.allow_host,
+                o.allow_origin,
+                o.access_log,
+                None if o.models_dir is None else Path(o.models_dir),
+                models_max,
             ),
             progress=unfailing(progress.at),
         )
     return 0
+
+
+def checked_models(o: ServeOptions) -> int:
+    """Return how many models may be loaded at once. Refuse options that do not go together."""
+    if o.models_dir is None:
+        if o.models_max is not None:
+            raise UsageError("--models-max counts models of --models-dir; give that, or leave it out")
+        return 1
+    of_one = {"--alias": o.alias, "--template": o.template, "--activation": o.activation}
+    for flag, value in of_one.items():
+        if value is not None and o.model is None:
+            raise UsageError(f"{flag} is about one model; name it with --model, or leave it out")
+    if o.gpu != "off" and (o.models_max or 1) > 1:
+        raise UsageError(
+            f"--models-max {o.models_max} with --gpu {o.gpu}: models do not share a GPU; give --models-max 1"
+        )
+    return o.models_max or (MODELS_MAX if o.gpu == "off" else 1)
 
 
 def listening(o: ServeOptions, has_keys: bool) -> Listener:

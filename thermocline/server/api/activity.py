@@ -11,18 +11,21 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from thermocline.engine.live_activity import ActivityReport
+from thermocline.server.api.models.registry import Registry
 from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.subscribers import Reports, Subscribers
 
 
-def routes(subscribers: Subscribers, ping_s: float, most: int) -> list[Route]:
+def routes(models: Registry, ping_s: float, most: int) -> list[Route]:
     """`most`: streams at once, since each holds a connection for as long as it likes."""
 
     async def answer(request: Request) -> Response:
-        if len(subscribers) >= most:
+        name = request.query_params.get("model") if models.several else None
+        found = await models.find(name)
+        if sum(len(m.engine.subscribers) for m in models.models.values()) >= most:
             raise Refusal(503, "too many clients watch the activity; try again later")
-        return ActivityStream(subscribers, ping_s)
+        return ActivityStream(found.engine.subscribers, ping_s)
 
     return [Route("/activity", answer, methods=["GET"])]
 

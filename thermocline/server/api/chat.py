@@ -25,7 +25,6 @@ from thermocline.server.process.engine_process import Jobs
 class ChatPrompt:
     """A conversation's tokens, and the functions that an answer to it may call."""
 
-    model: ServedModel
     ids: list[int]
     offer: Offer
 
@@ -40,9 +39,8 @@ class BegunChat:
     prompt_tokens: int
 
 
-async def chat_prompt(api: Api, given: Posted, r: schema.ChatRequest) -> ChatPrompt:
+async def chat_prompt(api: Api, given: Posted, r: schema.ChatRequest, model: ServedModel) -> ChatPrompt:
     """Return the prompt of a conversation. Refuse one that the model's template cannot render."""
-    model = api.ready_model()
     api.check(r)
     if model.template is None:
         raise Refusal(400, model.why_no_template, param="messages")
@@ -58,13 +56,15 @@ async def chat_prompt(api: Api, given: Posted, r: schema.ChatRequest) -> ChatPro
         ids = await api.prompt(encode)
     except BadFile as e:  # the template renders other conversations, so the client's is to blame
         raise Refusal(400, str(e), param="messages") from None
-    return ChatPrompt(model, ids, offer)
+    return ChatPrompt(ids, offer)
 
 
-async def begin_chat(api: Api, request: Request, given: Posted, r: schema.ChatRequest) -> BegunChat:
+async def begin_chat(
+    api: Api, request: Request, given: Posted, r: schema.ChatRequest, model: ServedModel
+) -> BegunChat:
     """Give a conversation to the engine. Refuse one that cannot be answered as asked."""
-    prompted = await chat_prompt(api, given, r)
-    model, ids, offer = prompted.model, prompted.ids, prompted.offer
+    prompted = await chat_prompt(api, given, r, model)
+    ids, offer = prompted.ids, prompted.offer
     template = model.template
     assert template is not None
     stop_ids = await api.prompt(lambda: template.stop_ids)
@@ -73,12 +73,12 @@ async def begin_chat(api: Api, request: Request, given: Posted, r: schema.ChatRe
     def sampling() -> SamplingParams:
         limit = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
         logprobs = (r.top_logprobs or 0) if r.logprobs else None
-        found = schema.sampling_params(r, api.defaults, logprobs=logprobs, max_tokens=limit)
+        found = schema.sampling_params(r, model.defaults, logprobs=logprobs, max_tokens=limit)
         grammar = answer_grammar(offer, model.format, thinking, found.grammar)
         return replace(found, stop_ids=stop_ids, grammar=grammar)
 
     params = await given.apart(sampling)
     await api.check_grammar(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
-    jobs = api.submit(api.prepare(model, ids, params, r.n or 1))
+    jobs = api.submit(model, api.prepare(model, ids, params, r.n or 1))
     parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking)
     return BegunChat(model, jobs, parser, len(ids))

@@ -45,16 +45,16 @@ def routes(api: Api) -> list[Route]:
 
 async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer]:
     r = await api.body(given, schema.ChatRequest, request.url.path)
-    api.ready_model(r.model)
-    begun = await begin_chat(api, request, given, r)
+    model = await api.model(request, r.model, stream=r.stream)
+    begun = await begin_chat(api, request, given, r, model)
     return begun.jobs, ChatAnswer(begun.model.name, begun.model.tokenizer, schema.settings(r), begun.parser)
 
 
 async def _complete(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer]:
     r = await api.body(given, schema.CompletionRequest, request.url.path)
-    model = api.ready_model(r.model)
     prompts = _prompts(r.prompt)
     api.check(r, len(prompts))
+    model = await api.model(request, r.model, stream=r.stream)
     fill = _fill_in(model, "suffix") if r.suffix else None
     if fill is not None and (r.echo or not all(isinstance(p, str) for p in prompts)):
         raise Refusal(400, "suffix: the prompt has to be text, without echo", param="suffix")
@@ -62,7 +62,7 @@ async def _complete(api: Api, request: Request, given: Posted) -> tuple[Jobs, An
         raise Refusal(400, "best_of: it has to be equal to n; leave it out", param="best_of")
     limit = schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens
     params = await given.apart(
-        partial(schema.sampling_params, r, api.defaults, logprobs=r.logprobs, max_tokens=limit)
+        partial(schema.sampling_params, r, model.defaults, logprobs=r.logprobs, max_tokens=limit)
     )
     if r.echo:
         params = replace(params, prompt_logprobs=r.logprobs)
@@ -83,26 +83,26 @@ async def _complete(api: Api, request: Request, given: Posted) -> tuple[Jobs, An
     each = [ids for ids, _ in prepared]
     make = partial(CompletionAnswer, model.name, model.tokenizer, schema.settings(r), each)
     answer = await api.prompt(make) if r.echo else make()
-    return api.submit(prepared), answer
+    return api.submit(model, prepared), answer
 
 
 async def _infill(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer]:
     r = await api.body(given, schema.InfillRequest, request.url.path)
-    model = api.ready_model(r.model)
     api.check(r)
+    model = await api.model(request, r.model, stream=r.stream)
     fill = _fill_in(model)
     if (r.n or 1) > 1:
         raise Refusal(400, "n: /infill has one answer; leave it out", param="n")
     limit = r.max_tokens if r.n_predict is None else r.n_predict
     params = await given.apart(
-        partial(schema.sampling_params, r, api.defaults, logprobs=None, max_tokens=limit)
+        partial(schema.sampling_params, r, model.defaults, logprobs=None, max_tokens=limit)
     )
     params = replace(params, stop_ids=fill.stop_ids)
     await api.check_grammar(request, params, schema.grammar_fields(r))
     before, files = r.input_prefix + r.prompt, [(f.filename, f.text) for f in r.input_extra or ()]
     model.check_length(before, r.input_suffix, *(part for file in files for part in file))
     ids = await api.prompt(partial(fill.encode, before, r.input_suffix, files))
-    jobs = api.submit(api.prepare(model, ids, params, 1))
+    jobs = api.submit(model, api.prepare(model, ids, params, 1))
     return jobs, InfillAnswer(model.name, model.tokenizer, schema.settings(r), 1)
 
 

@@ -5,7 +5,10 @@ Names begin with thermocline_. The names that llama.cpp's dashboards read are th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,25 +18,39 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from thermocline.engine.engine import Counts
-from thermocline.server.process.engine_process import EngineProcess
+from thermocline.server.api.models.registered import RegisteredModel
+from thermocline.server.api.models.registry import Registry
 from thermocline.server.process.messages import Event, Failed, Finished, Token
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' format
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+AnyMetric = TypeVar("AnyMetric", Counter, Histogram)
+Values = dict[str, tuple[str, float]]  # by name: about it, and its value
+
+
+@dataclass
+class Spent:
+    """Seconds of one model's answers."""
+
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Metrics:
-    """Counters of events, updated on the event loop's thread."""
+    """Counters of events, updated on the event loop's thread. Of several models each has a label."""
 
-    def __init__(self, engine: EngineProcess) -> None:
-        self.engine = engine
+    def __init__(self, models: Registry) -> None:
+        self.models = models
         self.registry = CollectorRegistry()
+        self.label_names = ("model",) if models.several else ()
 
         def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"thermocline_{name}", about, labels, registry=self.registry)
+            names = (*self.label_names, *labels)
+            return Counter(f"thermocline_{name}", about, names, registry=self.registry)
 
         def histogram(name: str, about: str) -> Histogram:
-            return Histogram(f"thermocline_{name}", about, registry=self.registry, buckets=SECONDS)
+            names, registry = self.label_names, self.registry
+            return Histogram(f"thermocline_{name}", about, names, registry=registry, buckets=SECONDS)
 
         self.tokens = counter("tokens_generated", "Tokens sampled")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of answers that are complete")
@@ -42,27 +59,36 @@ class Metrics:
         self.ram_bytes = counter("ram_read_bytes", "Weights, keys and values read from memory for tokens")
         self.first_token = histogram("first_token_seconds", "From submission to the first token")
         self.each_token = histogram("token_seconds", "Mean between an answer's tokens")
-        self.prompt_s = self.decode_s = 0.0
-        self.registry.register(_Engine(self))
+        self.spent: defaultdict[str, Spent] = defaultdict(Spent)
+        self.registry.register(_Engines(self))
 
-    def observe(self, event: Event) -> None:
+    def labels(self, model: str) -> tuple[str, ...]:
+        return (model,) if self.label_names else ()
+
+    def of(self, metric: AnyMetric, model: str, *labels: str) -> AnyMetric:
+        """Return a metric's part of a model."""
+        given = (*self.labels(model), *labels)
+        return metric.labels(*given) if given else metric
+
+    def observe(self, model: str, event: Event) -> None:
         match event:
             case Token():
-                self.tokens.inc()
+                self.of(self.tokens, model).inc()
             case Failed(error=error):
-                self.failed.labels(error).inc()
+                self.of(self.failed, model, error).inc()
             case Finished(figures=f):
-                self.prompt_tokens.inc(f.prompt_tokens)
-                self.cached_tokens.inc(f.cached_tokens)
+                self.of(self.prompt_tokens, model).inc(f.prompt_tokens)
+                self.of(self.cached_tokens, model).inc(f.cached_tokens)
                 if f.bytes_per_token is not None:
-                    self.ram_bytes.inc(f.bytes_per_token * (f.tokens - 1))
+                    self.of(self.ram_bytes, model).inc(f.bytes_per_token * (f.tokens - 1))
                 if f.first_token_s is not None:
-                    self.first_token.observe(f.first_token_s)
+                    self.of(self.first_token, model).observe(f.first_token_s)
                 if f.prompt_tokens_per_s:
-                    self.prompt_s += (f.prompt_tokens - f.cached_tokens) / f.prompt_tokens_per_s
+                    spent = (f.prompt_tokens - f.cached_tokens) / f.prompt_tokens_per_s
+                    self.spent[model].prompt_s += spent
                 if f.tokens_per_s:
-                    self.each_token.observe(1 / f.tokens_per_s)
-                    self.decode_s += (f.tokens - 1) / f.tokens_per_s
+                    self.of(self.each_token, model).observe(1 / f.tokens_per_s)
+                    self.spent[model].decode_s += (f.tokens - 1) / f.tokens_per_s
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -75,23 +101,50 @@ def routes(metrics: Metrics) -> list[Route]:
     return [Route("/metrics", answer, methods=["GET"])]
 
 
-class _Engine(Collector):
-    """The engine's state at the moment of the request."""
+class _Engines(Collector):
+    """The engines' state at the moment of the request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        m, e = self._metrics, self._metrics.engine
+        m = self._metrics
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for model in m.models.models.values():
+            for kind, values in (
+                (GaugeMetricFamily, self._gauges(model)),
+                (CounterMetricFamily, self._counters(model)),
+            ):
+                for name, (about, x) in values.items():
+                    if name not in families:
+                        families[name] = kind(name, about, labels=m.label_names)
+                    families[name].add_metric(m.labels(model.name), max(0.0, float(x)))
+        yield from families.values()
+        if m.models.several:
+            yield from self._of_all()
+
+    def _of_all(self) -> Iterator[Metric]:
+        r = self._metrics.models
+        gauges = {
+            "thermocline_models_loaded": ("Models that are loaded", len(list(r.loaded()))),
+            "thermocline_memory_budget_bytes": ("Memory for the models that are loaded", r.budget_bytes),
+            "thermocline_memory_held_bytes": ("Of it, what they may take at most", r.held_bytes),
+        }
+        for name, (about, x) in gauges.items():
+            yield GaugeMetricFamily(name, about, value=float(x))
+        unloads = "Times that a model was unloaded for another"
+        yield CounterMetricFamily("thermocline_model_unloads", unloads, value=float(r.unloads))
+
+    def _gauges(self, model: RegisteredModel) -> Values:
+        e = model.engine
         b = e.heartbeat
         c = b.counts or Counts(0, e.slots, 0, 0, 0, 0, 0, 0, 0)
         waiting = max(0, e.active - c.running)
-
-        def value(counter: Counter) -> float:
-            return float(next(iter(counter.collect())).samples[0].value)
-
-        gauges = {
-            "thermocline_ready": ("1 where requests are answered", float(e.ready)),
+        ready: Values = {"thermocline_ready": ("1 where requests are answered", e.ready)}
+        if self._metrics.models.several and model.state != "loaded":
+            return ready
+        return {
+            **ready,
             "thermocline_heartbeat_age_seconds": ("Since the engine was last heard of", e.heartbeat_age_s),
             "thermocline_requests_active": ("Answers being computed", c.running),
             "thermocline_requests_queued": ("Answers that wait for a slot", waiting),
@@ -110,18 +163,25 @@ class _Engine(Collector):
             "llamacpp:requests_processing": ("Answers being computed", c.running),
             "llamacpp:requests_deferred": ("Answers that wait for a slot", waiting),
         }
-        for name, (about, x) in gauges.items():
-            yield GaugeMetricFamily(name, about, value=max(0.0, float(x)))
-        counters = {
+
+    def _counters(self, model: RegisteredModel) -> Values:
+        m, e = self._metrics, model.engine
+        b, spent = e.heartbeat, m.spent[model.name]
+
+        def value(counter: Counter) -> float:
+            return float(next(iter(m.of(counter, model.name).collect())).samples[0].value)
+
+        found: Values = {
             "thermocline_requests_cancelled": ("Answers that nobody waited for to the end", e.cancelled),
             "thermocline_engine_restarts": ("Times that the engine crashed", e.restarts),
             "thermocline_engine_steps": ("Steps since the engine began", b.steps),
             "llamacpp:prompt_tokens": ("Tokens of prompts", value(m.prompt_tokens)),
-            "llamacpp:prompt_seconds": ("Spent on prompts", m.prompt_s),
+            "llamacpp:prompt_seconds": ("Spent on prompts", spent.prompt_s),
             "llamacpp:tokens_predicted": ("Tokens sampled", value(m.tokens)),
-            "llamacpp:tokens_predicted_seconds": ("Spent on them", m.decode_s),
+            "llamacpp:tokens_predicted_seconds": ("Spent on them", spent.decode_s),
         }
-        for name, (about, x) in counters.items():
-            yield CounterMetricFamily(name, about, value=float(x))
+        if m.models.several:
+            found["thermocline_model_loads"] = ("Times that the model was loaded", model.loads)
         for key, x in (b.tiers or {}).items():
-            yield CounterMetricFamily(f"thermocline_disk_{key}", f"Of neurons on disk: {key}", value=x)
+            found[f"thermocline_disk_{key}"] = (f"Of neurons on disk: {key}", x)
+        return found

@@ -1,13 +1,15 @@
-"""The model as the HTTP process needs it: everything but its weights."""
+"""A model as the HTTP process needs it: everything but its weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError
 from thermocline.model.spec import ModelSpec
 from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.http.refusal import TOO_LONG, Refusal
+from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate
 from thermocline.text.infill import Infill
@@ -26,9 +28,13 @@ class ServedModel:
     format: AnswerFormat
     infill: Infill | None  # None: the model does not fill in the middle of a text
     most_bytes: int | None  # of the longest prompt that the context can hold
+    engine: EngineProcess
+    defaults: SamplingParams  # sampling options that a request leaves open
 
     @staticmethod
-    def of(opened: ModelOpened, name: str | None) -> ServedModel:
+    def of(
+        opened: ModelOpened, name: str | None, engine: EngineProcess, defaults: SamplingParams
+    ) -> ServedModel:
         spec, files = opened.spec, opened.files
         tokenizer = Tokenizer(files, spec)
         template, why = None, ""
@@ -41,7 +47,7 @@ class ServedModel:
         most = tokenizer.most_bytes(opened.context)
         return ServedModel(
             about, spec, opened.context, opened.max_batch, tokenizer, template, why, format,
-            Infill.of(tokenizer), most
+            Infill.of(tokenizer), most, engine, defaults
         )  # fmt: skip
 
     def close(self) -> None:

@@ -70,8 +70,8 @@ class Operation:
 OPERATIONS = (
     Operation("get", "/health", "Whether it answers: 200, or 503 while it loads or is stuck.", open=True),
     Operation("get", "/v1/health", "The same.", open=True),
-    Operation("get", "/v1/models", "The one model."),
-    Operation("get", "/v1/models/{model}", "The same by its name."),
+    Operation("get", "/v1/models", "The models, with their states and sizes."),
+    Operation("get", "/v1/models/{model}", "One of them by its name."),
     Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
     Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
     Operation("post", "/infill", "Fill in the middle of a text.", schema.InfillRequest, streams=True),
@@ -118,7 +118,7 @@ STATUSES = {
     "404": "no such model or response", "405": "another method", "413": "the body is too long",
     "415": "not application/json", "422": "the engine crashes at it", "408": "the body came too slowly",
     "429": "too many wait", "431": "too long headers", "499": "the client has left",
-    "500": "the engine failed", "503": "not ready yet", "504": "it took too long",
+    "500": "the engine failed", "503": "not ready yet, or not now", "504": "it took too long",
 }  # fmt: skip
 
 

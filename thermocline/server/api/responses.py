@@ -1,4 +1,4 @@
-"""How answers are sent: whole or as a stream of events, long ones written on another thread."""
+"""How answers are sent: whole or as a stream of events, long ones written on another thread; and errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.server.api.answers import Answer
+from thermocline.server.api.models.hold import HOLD, STREAM_HEADERS
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.engine_process import EngineCrashed, Jobs
 from thermocline.server.process.messages import Finished, Token
@@ -40,8 +42,7 @@ class EventStream(StreamingResponse):
     """A stream that cancels its jobs when it ends, also if the client leaves before the first event."""
 
     def __init__(self, content: AsyncIterator[bytes], jobs: Jobs) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(content, media_type="text/event-stream", headers=headers)
+        super().__init__(content, media_type="text/event-stream", headers=STREAM_HEADERS)
         self._jobs = jobs
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -125,3 +126,34 @@ def refusal_of(e: ThermoclineError) -> Refusal:
         return Refusal(422, str(e), code="crashes_engine")
     code = "engine_crashed" if isinstance(e, EngineCrashed) else type(e).__name__
     return Refusal(500, str(e), code=code)
+
+
+async def _refused(request: Request, e: Exception) -> Response:
+    """Answer with the error, or end the stream with it that began while a model was loaded."""
+    assert isinstance(e, Refusal)
+    if request.scope[HOLD].begun:
+        return Response(e.event(request.url.path), media_type="text/event-stream")
+    return Response(e.body(request.url.path), e.status, e.headers, "application/json")
+
+
+async def _engine_error(request: Request, e: Exception) -> Response:
+    assert isinstance(e, ThermoclineError)
+    return await _refused(request, refusal_of(e))
+
+
+async def _no_route(request: Request, e: Exception) -> Response:
+    return await _refused(request, Refusal(404, "there is no such route; /docs lists the routes"))
+
+
+async def _wrong_method(request: Request, e: Any) -> Response:
+    made = await _refused(request, Refusal(405, f"method {request.method} is not allowed on this route"))
+    made.headers.update(e.headers or {})
+    return made
+
+
+HANDLERS: dict[Any, Any] = {
+    Refusal: _refused,
+    ThermoclineError: _engine_error,
+    404: _no_route,
+    405: _wrong_method,
+}

@@ -297,6 +297,7 @@ class InfillRequest(Sampling):
 
 
 class TokenizeRequest(ApiObject):
+    model: str | None = None
     content: str
     add_special: bool = False
     parse_special: bool = True
@@ -304,6 +305,7 @@ class TokenizeRequest(ApiObject):
 
 
 class DetokenizeRequest(ApiObject):
+    model: str | None = None
     tokens: Annotated[list[Id], AtMost("limit_detokenize")]
 
 

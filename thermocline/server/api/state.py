@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -19,17 +19,20 @@ from thermocline.errors import UsageError
 from thermocline.server.api import schema
 from thermocline.server.api.metrics import Metrics
 from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.hold import HOLD, Hold
 from thermocline.server.api.trials import Trials
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import Posted
 from thermocline.server.http.refusal import TOO_LONG, Refusal
-from thermocline.server.process.engine_process import EngineProcess, Jobs
 from thermocline.text.grammar import depth
+
+if TYPE_CHECKING:
+    from thermocline.server.api.models.registry import Registry
+    from thermocline.server.process.engine_process import Jobs
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=schema.ApiObject)
-RETRY_LOADING_S = 2
 _MOST_IGNORED = 256  # ignored fields named in the log: clients make up the names, so there is no end of them
 _MOST_NAMED = 20  # fields named in one such line
 _LONGEST_NAME = 64  # of a key that a client made up
@@ -38,29 +41,15 @@ _LONGEST_NAME = 64  # of a key that a client made up
 class Api:
     """The application's state. Everything but tokenising runs on the event loop's thread."""
 
-    def __init__(
-        self,
-        engine: EngineProcess,
-        limits: ServerLimits,
-        *,
-        defaults: SamplingParams,
-        keys: bool,
-    ) -> None:
-        """`defaults`: sampling options that a request leaves open. `keys`: clients need a key."""
-        self.keys, self.defaults = keys, defaults
-        self.engine, self.limits = engine, limits
-        self.metrics = Metrics(engine)
-        engine.observe = self.metrics.observe
-        self.model: ServedModel | None = None
-        self.progress: tuple[str, int, int] | None = None
+    def __init__(self, models: Registry, limits: ServerLimits, *, keys: bool) -> None:
+        """`keys`: clients need a key."""
+        self.keys, self.models, self.limits = keys, models, limits
+        self.metrics = Metrics(models)
+        models.observe = self.metrics.observe
         self._reported: set[tuple[str, str]] = set()
         self._prompts = asyncio.Semaphore(1)  # the template's process answers one request at a time
         self._conversions = asyncio.Semaphore(1)
         self._trials = Trials(limits.limit_trials)
-
-    def close(self) -> None:
-        if self.model is not None:
-            self.model.close()
 
     async def body(self, given: Posted, kind: type[Body], path: str) -> Body:
         """Return the body as a request of that kind; log the fields that are ignored."""
@@ -76,19 +65,10 @@ class Api:
             self._reported |= {(path, name) for name in fresh}
             log.warning(f"{path}: ignored {', '.join(map(repr, fresh))}")
 
-    def ready_model(self, asked: str | None = None) -> ServedModel:
-        """Return the model. Refuse with 503 until the engine is ready, with 404 for another model."""
-        if self.model is None or not self.engine.ready:
-            what = (
-                "Loading model" if self.engine.state in ("starting", "loading") else "The engine is not ready"
-            )
-            raise Refusal(503, what, headers={"retry-after": str(RETRY_LOADING_S)})
-        if asked is not None and asked != self.model.name:
-            raise Refusal(
-                404, f"there is no model {asked[:200]!r} here, but {self.model.name!r}",
-                param="model", code="model_not_found"
-            )  # fmt: skip
-        return self.model
+    async def model(self, request: Request, asked: str | None, *, stream: bool | None = None) -> ServedModel:
+        """Return the model of that name, or the default, as `Hold.model` does."""
+        hold: Hold = request.scope[HOLD]
+        return await hold.model(self.models, asked, stream=bool(stream), ping_s=self.limits.limit_ping_s)
 
     def check(self, r: schema.Sampling, prompts: int = 1) -> None:
         """Refuse a request that exceeds one of the server's limits."""
@@ -133,13 +113,11 @@ class Api:
         seed = request.sampler.seed
         return [(request.ids, replace(params, seed=(seed + i) % (1 << 63))) for i in range(n)]
 
-    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Jobs:
+    def submit(self, model: ServedModel, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Jobs:
         """Give the engine these jobs. Refuse with 503 if too many wait: one request may have many jobs."""
-        model = self.model
-        assert model is not None
-        if self.engine.active + len(prompts) > model.max_batch + max(self.limits.limit_queue, len(prompts)):
+        if model.engine.active + len(prompts) > model.max_batch + max(self.limits.limit_queue, len(prompts)):
             raise Refusal(503, "too many answers are waiting; try again", code="queue_full")
-        return self.engine.submit(prompts)
+        return model.engine.submit(prompts)
 
 
 def _validated(kind: type[Body], given: dict[str, Any], limits: ServerLimits) -> tuple[Body, list[str]]:

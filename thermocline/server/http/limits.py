@@ -56,6 +56,9 @@ class ServerLimits:
     limit_silence_s: float = _seconds(
         60, "Time without a sign of the engine after which it is started again.", 1
     )
+    limit_drain_s: float = _seconds(
+        300, "Time that a model's requests get to finish when another needs its memory."
+    )
     limit_grace_s: float = _seconds(10, "Time that requests get to finish when the server is stopped.", 0)
 
     limit_queue: int = _count(64, "Requests that wait; more are refused with 503 and Retry-After.", 0)

@@ -9,6 +9,11 @@ SILENCE = b": \n\n"  # a comment: the stream is alive
 DONE = b"data: [DONE]\n\n"
 
 
+def comment(text: str) -> bytes:
+    """Return a line that clients skip. `text` has no line break."""
+    return f": {text}\n\n".encode()
+
+
 def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 

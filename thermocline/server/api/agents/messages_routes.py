@@ -32,12 +32,12 @@ class _MessagesRoutes:
     async def create(self, request: Request) -> Response:
         api, given, path = self._api, posted(request.scope), request.url.path
         r = await api.body(given, MessagesRequest, path)
-        model = api.ready_model(r.model)
+        model = await api.model(request, r.model, stream=r.stream)
         if ignored := list(messages_input.ignored(r, model)):
             api.report_ignored(path, ignored)
         chat = await given.apart(lambda: messages_input.chat(r, model))
         with renamed(messages_input.PARAMS):
-            begun = await begin_chat(api, request, given, chat)
+            begun = await begin_chat(api, request, given, chat, model)
         given.done()
         answer = MessageAnswer(begun, schema.settings(chat))
         return await answered(begun.jobs, answer, api.limits.limit_ping_s)
@@ -45,8 +45,8 @@ class _MessagesRoutes:
     async def count_tokens(self, request: Request) -> Response:
         api, given = self._api, posted(request.scope)
         r = await api.body(given, CountTokensRequest, request.url.path)
-        model = api.ready_model(r.model)
+        model = await api.model(request, r.model)
         chat = await given.apart(lambda: messages_input.chat(r, model))
         with renamed(messages_input.PARAMS):
-            prompted = await chat_prompt(api, given, chat)
+            prompted = await chat_prompt(api, given, chat, model)
         return JSONResponse({"input_tokens": len(prompted.ids)})

@@ -35,8 +35,8 @@ class _ResponsesRoutes:
     async def create(self, request: Request) -> Response:
         api, given, path = self._api, posted(request.scope), request.url.path
         r = await api.body(given, ResponsesRequest, path)
-        api.ready_model(r.model)
         before = () if r.previous_response_id is None else self._kept.before(r.previous_response_id)
+        model = await api.model(request, r.model, stream=r.stream)
         given.grow(sum(map(len, before)))
         if ignored := list(responses_input.ignored(r)):
             api.report_ignored(path, ignored)
@@ -51,7 +51,7 @@ class _ResponsesRoutes:
 
         chat, conversation = await given.apart(turned)
         with renamed(responses_input.PARAMS):
-            begun = await begin_chat(api, request, given, chat)
+            begun = await begin_chat(api, request, given, chat, model)
 
         def keep(made: dict[str, object], said: schema.Message) -> None:
             last = responses_input.written([said])
