@@ -1,13 +1,14 @@
 """`thermocline serve` measured: answers under load, clients that leave, what HTTP costs, how it stops.
 
-    python bench/server/serve.py crowd|leave|mixed|bodies|tax|batch|thread|long|stop|schema [-m MODEL]
+    python bench/server/serve.py crowd|leave|mixed|bodies|tax|batch|thread|long|models|stop|schema [-m MODEL]
 
 `crowd`: streaming, idle and hostile clients, then more than there is room for. `leave`: disconnects at random
 moments. `mixed`: random requests, each compared with the same one alone. `bodies`: the costliest bodies of
 each route, how long others wait meanwhile and what memory they take. `tax`: tokens/s through the server
 over those of `LLM.stream`, by turns. `batch`: four streams over one. `thread`: the engine's process
 over the engine in a thread of the other one, by turns. `long`: what a prompt as long as the
-context does to four streams. `stop`: SIGTERM. `schema`: schemathesis, which has to be installed.
+context does to four streams. `models`: two models in a budget for one, what a switch takes over a load
+where there is room. `stop`: SIGTERM. `schema`: schemathesis, which has to be installed.
 Every one ends with 1 where its target is missed.
 """
 
@@ -44,8 +45,10 @@ from serve_figures import (
     processes,
     tax,
 )
+from serve_models import switches
 
 from thermocline import LLM
+from thermocline.llm import BUNDLED
 
 # ---- stop
 
@@ -254,6 +257,11 @@ FIGURES = {
     "batch": Figure("four streams 1.8 times one", _batch, lambda f: f["four_over_one"] >= 1.8),
     "thread": Figure("as fast as in a thread", _thread, lambda f: min(f["one"], f["four"]) >= 0.97),
     "long": Figure("gaps 5 times those alone at most", _long, lambda f: f["over_idle_p99"] <= 5),
+    "models": Figure(
+        "a switch takes 1.2 times a load, and no more memory than the budget",
+        lambda o: switches(o.model or str(BUNDLED), o.count or 6, ["--threads", str(o.threads)]),
+        lambda f: f["switch_over_first"] <= 1.2 and f["private_gib_at_most"] <= f["budget_gib"],
+    ),
     "stop": Figure(
         "idle within 1 s, busy within the grace and 1 s, all told, nothing left", 
         lambda o: stop((o.count or 20) // 2, *_flags(o)),

@@ -38,14 +38,15 @@ class Serving:
     """`thermocline serve` on a free port (or a UNIX socket), in a temporary folder of its own."""
 
     def __init__(
-        self, *flags: str, program: Sequence[str] = ("-m", "thermocline"), template: str = TEMPLATE
+        self, *flags: str, program: Sequence[str] = ("-m", "thermocline"), template: str | None = TEMPLATE
     ) -> None:
+        """`template` None, or a model among the flags: the model's own."""
         self.folder = tempfile.TemporaryDirectory()
         where = Path(self.folder.name)
-        (where / "template.jinja").write_text(template)
+        (where / "template.jinja").write_text(template or "")
         (where / "tmp").mkdir()
         self.log = where / "log"
-        own = () if "-m" in flags else ("--template", str(where / "template.jinja"))
+        own = () if "-m" in flags or template is None else ("--template", str(where / "template.jinja"))
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", *program, "serve", "--port", "0", *own, *flags],
@@ -114,6 +115,12 @@ def until_free(port: int) -> float:
 def descendants(pid: int) -> list[int]:
     said = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
     return [d for child in map(int, said.split()) for d in (child, *descendants(child))]
+
+
+def engines(pid: int) -> list[int]:
+    """The processes of a server that compute, or open a model."""
+    asked = ["pgrep", "-P", str(pid), "-f", "spawn_main"]
+    return list(map(int, subprocess.run(asked, capture_output=True, text=True).stdout.split()))
 
 
 def cpu_seconds(pid: int) -> float:
