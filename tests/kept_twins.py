@@ -93,6 +93,11 @@ def logits(name: str) -> NDArray[np.float32]:
     return found
 
 
+def vectors(name: str) -> NDArray[np.float32]:
+    """Return transformers' vectors of the first tokens of `ids()`, as many as `twins.LENGTHS` says."""
+    return logits(name)
+
+
 def write(name: str, path: Path) -> Path:
     """Write a twin's directory."""
     kept = RECORDED[name]
@@ -102,6 +107,7 @@ def write(name: str, path: Path) -> Path:
 def _write(path: Path, files: Json, shards: dict[str, dict[str, list[int]]], seed: int) -> Path:
     path.mkdir(parents=True)
     for file, content in files.items():
+        (path / file).parent.mkdir(exist_ok=True)
         (path / file).write_text(json.dumps(content, indent=2))
     rng = np.random.default_rng(seed)
     for file, shapes in shards.items():
@@ -142,7 +148,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {name: partial(write, name) for name 
 def record() -> None:
     """Write what this file keeps, from transformers."""
     kept: dict[str, Json] = {}
-    for name, make in twins.TWINS.items():
+    for name, make in (twins.TWINS | twins.EMBEDDERS).items():
         with tempfile.TemporaryDirectory() as base:
             path = make(Path(base) / name)
             found = of(path)
@@ -153,6 +159,7 @@ def record() -> None:
     RECORDED.update(kept)
     with tempfile.TemporaryDirectory() as base:
         truth = {name: twins.hf_logits(write(name, Path(base) / name), ids()) for name in LOGITS}
+        truth |= {name: twins.hf_vectors(write(name, Path(base) / name), ids()) for name in twins.EMBEDDERS}
     np.savez_compressed(TRUTH, allow_pickle=False, **truth)
 
 
@@ -165,7 +172,7 @@ def of(path: Path) -> Json | None:
             if any(s.get_dtype() != "F32" for s in slices.values()):
                 return None
             shards[shard.name] = {key: list(s.get_shape()) for key, s in slices.items()}
-    files = {p.name: json.loads(p.read_text()) for p in sorted(path.glob("*.json"))}
+    files = {p.relative_to(path).as_posix(): json.loads(p.read_text()) for p in sorted(path.rglob("*.json"))}
     return {"files": files, "shards": shards}
 
 

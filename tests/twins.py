@@ -1452,3 +1452,114 @@ def hf_logits(path: Path, ids: list[int]) -> NDArray[np.float32]:
     with torch.no_grad():
         logits = hf_model(path)(torch.tensor([ids])).logits[0]
     return np.ascontiguousarray(logits.numpy())
+
+
+# ---- models that embed: sentence-transformers' files say how hidden states become a vector
+
+
+def _embedder(path: Path, model: Any, seed: int, pooling: str, *, unit: bool) -> Path:
+    """Save a bare model with its modules; `pooling`: as Pooling's config has it."""
+    _save(model, path, seed)
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for i, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    modes = dict.fromkeys(
+        ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken"), False
+    )
+    config = {f"pooling_mode_{mode}": mode == pooling for mode in modes}
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 64, **config, "include_prompt": True})
+    )
+    return path
+
+
+def qwen3_embedding(path: Path) -> Path:
+    """Qwen3-Embedding: a bare Qwen3 under the name of one with a head, and its last token."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    base = _llama_config().to_dict() | {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True}
+    _embedder(path, Qwen3Model(Qwen3Config(**base)), 61, "lasttoken", unit=True)
+    _edit_config(path, lambda config: config.update(architectures=["Qwen3ForCausalLM"], is_matryoshka=True))
+    return path
+
+
+def mistral_embedding(path: Path) -> Path:
+    """E5-Mistral: a bare Mistral, with a window, and its last token."""
+    from transformers import MistralConfig, MistralModel
+
+    base = _llama_config().to_dict() | {"model_type": "mistral", "sliding_window": 9}
+    return _embedder(path, MistralModel(MistralConfig(**base)), 62, "lasttoken", unit=True)
+
+
+def qwen3_mean(path: Path) -> Path:
+    """All tokens of a decoder, without Normalize; vectors may be cut to two lengths."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    base = _llama_config().to_dict() | {"model_type": "qwen3", "tie_word_embeddings": True}
+    _embedder(path, Qwen3Model(Qwen3Config(**base)), 63, "mean_tokens", unit=False)
+    _edit_config(path, lambda config: config.update(matryoshka_dimensions=[32, 16]))
+    return path
+
+
+def _encoder(name: str, path: Path, seed: int, pooling: str, **changes: Any) -> Path:
+    import transformers
+
+    base: Json = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+    }
+    config = getattr(transformers, f"{name}Config")(**(base | changes))
+    return _embedder(path, getattr(transformers, f"{name}Model")(config), seed, pooling, unit=True)
+
+
+def bert_cls(path: Path) -> Path:
+    """BGE: a BERT, and its first token."""
+    return _encoder("Bert", path, 64, "cls_token")
+
+
+def bert_mean(path: Path) -> Path:
+    """E5, all-MiniLM: a BERT, and all tokens; another epsilon and activation."""
+    return _encoder("Bert", path, 65, "mean_tokens", layer_norm_eps=1e-5, hidden_act="gelu_new")
+
+
+def xlm_roberta(path: Path) -> Path:
+    """BGE-M3, multilingual E5: positions begin behind the padding's, and there is one type."""
+    changes = {"type_vocab_size": 1, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1}
+    return _encoder("XLMRoberta", path, 66, "cls_token", **changes)
+
+
+EMBEDDERS: dict[str, Callable[[Path], Path]] = {
+    f.__name__: f for f in (qwen3_embedding, mistral_embedding, qwen3_mean, bert_cls, bert_mean, xlm_roberta)
+}
+LENGTHS = (40, 7, 1)  # of the texts whose vectors are kept
+
+
+def hf_vectors(path: Path, ids: list[int]) -> NDArray[np.float32]:
+    """transformers' hidden states of the first tokens, pooled as the files say: [len(LENGTHS), dim]."""
+    import torch
+    from transformers import AutoModel
+
+    torch.set_num_threads(1)
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    pooling = json.loads((path / "1_Pooling" / "config.json").read_text())
+    found = []
+    for n in LENGTHS:
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids[:n]])).last_hidden_state[0].double()
+        kinds = {"cls_token": hidden[0], "mean_tokens": hidden.mean(0), "lasttoken": hidden[-1]}
+        (v,) = (v for mode, v in kinds.items() if pooling[f"pooling_mode_{mode}"])
+        found.append(v / v.norm() if "Normalize" in (path / "modules.json").read_text() else v)
+    return np.stack([v.float().numpy() for v in found])

@@ -551,7 +551,8 @@ class Step:
     """The tokens of one step: where they are, and their angles.
 
     `window` 0: for any heads. Else for heads with a window of at most that: pages before it may be -1.
-    `state_from`, `state_to` [sequences]: slots of states; -1: none yet.
+    `state_from`, `state_to` [sequences]: slots of states; -1: none yet. `ends` [tokens]: one more than the
+    last position that a token attends to, which is its sequence's last; None: its own.
     """
 
     def __new__(
@@ -565,6 +566,7 @@ class Step:
         sin: F32 | None,
         state_from: I32 | None = None,
         state_to: I32 | None = None,
+        ends: I32 | None = None,
     ) -> Step: ...
 
 class Context:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from thermocline.engine.generation_config import recommended
-from thermocline.engine.request import Chunk, Completion, Request, request_for
+from thermocline.engine.pool import check_dimensions, shortened
+from thermocline.engine.request import Chunk, Completion, Reading, Request, reading_for, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.hub.download import locate
@@ -34,11 +35,13 @@ from thermocline.session.options import (
 from thermocline.session.session import Progress, Session, silent
 from thermocline.text.chat_template import ChatTemplate, Message
 from thermocline.text.grammar_matcher import Grammars
+from thermocline.text.reranker import Reranker
 from thermocline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from thermocline.engine.engine import Engine
     from thermocline.files.small_files import SmallFiles
+    from thermocline.ops.interface import F32
     from thermocline.pack.stored_model import StoredModel
     from thermocline.text.grammar import Constraint
 
@@ -220,6 +223,49 @@ class LLM:
             for stream in streams:
                 stream.close()
         return [stream.completion for stream in streams]
+
+    @overload
+    def embed(self, texts: str, *, dimensions: int | None = None) -> F32: ...
+    @overload
+    def embed(self, texts: list[str], *, dimensions: int | None = None) -> list[F32]: ...
+    def embed(self, texts: str | list[str], *, dimensions: int | None = None) -> F32 | list[F32]:
+        """The vector of one text, [dim] f32, or of several; only of an embedding model, as it pools.
+
+        `dimensions`: of those that the model lets vectors be cut to. A prompt that the makers recommend is
+        yours to put before a text. UsageError: another model, a text that the context does not hold.
+        """
+        check_dimensions(self.spec, dimensions)
+        many = [texts] if isinstance(texts, str) else texts
+        found = self._read([self.tokenizer.encode(text) for text in many], Reading())
+        cut = [shortened(self.spec, v, dimensions) for v in found]
+        return cut[0] if isinstance(texts, str) else cut
+
+    def rerank(self, query: str, documents: list[str], *, instruction: str | None = None) -> list[float]:
+        """How relevant each document is to a query, from 0 to 1, in their order; only of a reranker.
+
+        `instruction`: what the query asks for, in place of the makers' words. UsageError: another model, a
+        document that the context does not hold.
+        """
+        reranker = self._reranker
+        prompts = [reranker.encode(query, document, instruction) for document in documents]
+        return [reranker.score(v) for v in self._read(prompts, Reading(reranker.logits_of))]
+
+    def _read(self, prompts: Sequence[Sequence[int]], reading: Reading) -> list[F32]:
+        make = partial(reading_for, self.spec, self.context, self.tokenizer, reading=reading)
+        requests = [make(ids) for ids in prompts]  # all are checked before the weights are waited for
+        streams: list[Stream] = []
+        with self._lock:
+            streams += (Stream(self, self._open().queue(request)) for request in requests)
+        self._together(streams)
+        return [r.vector for r in requests if r.vector is not None]
+
+    @cached_property
+    def _reranker(self) -> Reranker:
+        try:
+            template: ChatTemplate | None = self.chat_template
+        except UsageError:  # it has none
+            template = None
+        return Reranker(self.spec, self.tokenizer, template)
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, token by token."""

@@ -436,8 +436,20 @@ static size_t check_states(const I1& sequence, const I1& from, const I1& to, siz
     return size_t(largest + 1);
 }
 
+// Check that tokens of an encoder attend to their sequence's tokens up to the last one of the step.
+static void check_ends(const I1& positions, const I1& sequence, const I1& ends) {
+    const size_t tokens = positions.shape(0);
+    check(ends.shape(0) == tokens, "ends has the wrong length");
+    for (size_t t = 0; t < tokens; t++) {
+        const bool last = t + 1 == tokens || sequence.data()[t + 1] != sequence.data()[t];
+        check(ends.data()[t] == (last ? positions.data()[t] + 1 : ends.data()[t + 1]),
+              "a token does not attend up to its sequence's end");
+    }
+}
+
 static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t window, std::optional<F2> cos,
-                      std::optional<F2> sin, std::optional<I1> state_from, std::optional<I1> state_to) {
+                      std::optional<F2> sin, std::optional<I1> state_from, std::optional<I1> state_to,
+                      std::optional<I1> ends) {
     const size_t tokens = positions.shape(0);
     check(sequence.shape(0) == tokens, "positions or sequence has the wrong length");
     check(block > 0, "empty blocks");
@@ -448,11 +460,13 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t 
     check_ids(positions, table.shape(1) * block, "position beyond the block table");
     window = std::min(window, size_t(INT32_MAX));  // as the heads'
     const size_t pages = check_table(positions, sequence, table, block, window);
+    if (ends) check_ends(positions, sequence, *ends);
     check(state_from.has_value() == state_to.has_value(), "states to read without states to write");
     const size_t slots = state_to ? check_states(sequence, *state_from, *state_to, table.shape(0)) : 0;
     return {{positions.data(), sequence.data(), table.data(), cos ? cos->data() : nullptr,
              sin ? sin->data() : nullptr, tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0,
-             state_from ? state_from->data() : nullptr, state_to ? state_to->data() : nullptr},
+             state_from ? state_from->data() : nullptr, state_to ? state_to->data() : nullptr,
+             ends ? ends->data() : nullptr},
             positions,
             sequence,
             table,
@@ -460,6 +474,7 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t 
             sin,
             state_from,
             state_to,
+            ends,
             slots,
             pages,
             window};
@@ -913,7 +928,8 @@ NB_MODULE(_native, m) {
     nb::class_<Step>(m, "Step").def(
         nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(),
         "block"_a, "window"_a, "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),
-        "state_from"_a.noconvert().none() = nb::none(), "state_to"_a.noconvert().none() = nb::none());
+        "state_from"_a.noconvert().none() = nb::none(), "state_to"_a.noconvert().none() = nb::none(),
+        "ends"_a.noconvert().none() = nb::none());
     nb::class_<KVPages>(m, "KVPages")
         .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert().none(), "k_type"_a, "v_type"_a,
              "heads"_a, "dim"_a, "block"_a);

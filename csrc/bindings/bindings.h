@@ -125,7 +125,7 @@ struct Step {
     I1 positions, sequence;
     I2 table;
     std::optional<F2> cos, sin;
-    std::optional<I1> state_from, state_to;
+    std::optional<I1> state_from, state_to, ends;
     size_t slots;   // of states: one more than the largest that is named
     size_t pages;   // one more than the largest page of the table that a token reads or writes
     size_t window;  // the window of its heads, which touch no page before it; 0: any heads
@@ -168,6 +168,7 @@ inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv
     check(s.step.rotary <= heads.dim, "cos is wider than a head");
     check(!heads.value_dim || s.step.rotary == heads.dim - heads.value_dim,
           "cos is not of the part of a latent that turns");
+    check(!s.ends || (!heads.window && !heads.value_dim), "tokens that see later ones need plain heads");
 }
 
 // Check that the states are those of the mixer, and there are all that the step names.

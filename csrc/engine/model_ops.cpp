@@ -167,7 +167,7 @@ std::vector<Context::Queries> Context::queries(const AttentionArgs& a, size_t he
     const size_t most = std::max<size_t>(1, kQueryRows / heads);
     std::vector<Queries> runs, all;
     for (size_t t = 0; t < a.step.tokens; t++) {
-        const size_t end = size_t(a.step.positions[t]) + 1, begin = a.heads.first(end);
+        const size_t end = a.step.end(t), begin = a.heads.first(end);
         if (runs.empty() || runs.back().tokens == most || a.step.sequence[t] != a.step.sequence[t - 1])
             runs.push_back({t, 0, begin, end, 0, heads});
         Queries& q = runs.back();
@@ -207,7 +207,7 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t begin, siz
     for (size_t r = 0; r < rows; r++) {
         const size_t t = q.first + r / q.heads;
         query[r] = a.qkv + t * width + (q.head + r % q.heads) * hd;
-        last[r] = a.step.positions[t] + 1;
+        last[r] = int32_t(a.step.end(t));
         first[r] = int32_t(a.heads.first(size_t(last[r])));
         into[r * (vd + 2) + vd + 1] = 0;
     }

@@ -15,6 +15,7 @@ from thermocline.files.bounded import foreign, open_regular, read_at, read_small
 from thermocline.files.safetensors import SafeTensors, no_weights
 from thermocline.files.source_key import READING, Shard, add_content
 from thermocline.hub import names
+from thermocline.model.embedding.pooling import MODULES, PROMPTS
 from thermocline.pack.manifest import COPIED, KIND, VERSION
 from thermocline.pack.pack import MAX_COPIED_BYTES
 from thermocline.text.tokenizer import FILE as TOKENIZER
@@ -82,7 +83,9 @@ def _not_a_model(path: Path) -> Exception:
 def content_key(src: Path, shards: Iterable[SafeTensors]) -> str:
     """Return a key for the content of a directory with these weights: 32 hex digits."""
     h = hashlib.blake2b(f"{KIND} {VERSION} {READING}".encode(), digest_size=16)
-    for name in ("config.json", *COPIED, SENTENCEPIECE, ADDED_TOKENS):
+    modules = sorted(p.relative_to(src).as_posix() for p in src.glob("*_*/config.json"))
+    beside = (name for name in (MODULES, PROMPTS, *modules) if os.path.exists(src / MODULES))
+    for name in ("config.json", *COPIED, SENTENCEPIECE, ADDED_TOKENS, *beside):
         if os.path.exists(src / name):
             data = read_small(src / name, MAX_COPIED_BYTES)
             h.update(f"{len(name)} {len(data)} {name}".encode())

@@ -1,4 +1,4 @@
-"""The one decoder: token ids -> logits, as plain functions over a table of ops.
+"""The one decoder: token ids -> logits, or hidden states, as plain functions over a table of ops.
 
 `ops` is `ops.reference` (numpy, the specification), `CpuOps` (native) or `GpuOps`. `bind` once, then
 `forward` for every step.
@@ -183,6 +183,7 @@ def forward(
 ) -> F32:
     """Compute one step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
 
+    Of a model that embeds, the last hidden states [len(logit_rows), dim] instead.
     `states` has the slots of every recurrent layer.
     `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
     """
@@ -255,6 +256,12 @@ def _embedded(model: Model, batch: Batch, ops: OpaqueOps) -> F32:
         x = ops.matmul(weights.project_in, x, None)
     if weights.pos_embed is not None:
         x += ops.embed(weights.pos_embed, batch.positions)
+    if weights.token_types is not None:
+        x += ops.embed(weights.token_types, np.zeros(1, np.int32))
+    if weights.embed_norm is not None:
+        x = np.asarray(
+            ops.norm(x, weights.embed_norm.weight, weights.embed_norm.bias, spec.norm_eps, spec.norm)
+        )
     return x
 
 
@@ -304,12 +311,15 @@ def ffn_input(spec: ModelSpec, layer: Layer, h: F32, ops: OpaqueOps) -> F32:
 
 
 def _logits(model: Model, x: ResidualStream, ops: OpaqueOps) -> Logits:
-    """[rows, dim] -> [rows, vocab_size]."""
+    """[rows, dim] -> [rows, vocab_size], or [rows, dim] of a model that embeds."""
     weights = model.weights
-    return ops.head(_norm(model.spec, weights.out_norm, x, ops), weights.head, weights.project_out)
+    normed = _norm(model.spec, weights.out_norm, x, ops)
+    return ops.hidden(normed) if model.spec.embeds else ops.head(normed, weights.head, weights.project_out)
 
 
 def _scaled(spec: ModelSpec, logits: F32) -> F32:
+    if spec.embeds:
+        return logits
     if spec.logit_scale != 1:
         logits *= np.float32(spec.logit_scale)
     if spec.logit_softcap is not None:

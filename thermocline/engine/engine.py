@@ -20,8 +20,8 @@ import numpy as np
 from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forward, state_storage
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
-from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
-from thermocline.engine.request import Chunk, Request, request_for
+from thermocline.engine.prefill_budget import PrefillBudget, chunk_for
+from thermocline.engine.request import Chunk, Reading, Request, reading_for, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.state_pool import CHECKPOINTS, StatePool
 from thermocline.engine.traffic import Traffic
@@ -69,8 +69,11 @@ class StepSpan:
 
     @property
     def wanted(self) -> int:
-        """Return how many of its last positions need logits: all of them where a prompt is scored."""
-        if self.request.scored and self.start < self.request.n_prompt:
+        """Return how many of its last positions need logits, or hidden states: all where a prompt is scored.
+
+        Also where all of its tokens are pooled.
+        """
+        if self.request.whole and self.start < self.request.n_prompt:
             return self.stop - self.start
         return int(self.stop == len(self.request.ids))
 
@@ -120,7 +123,7 @@ class EngineSettings:
     context: int  # tokens of one request
     max_batch: int = 8  # requests that run together
     sparsity: str = "exact"
-    prefill_chunk: int = PREFILL_CHUNK
+    prefill_chunk: int | None = None  # None: `chunk_for` the model
     kv_tokens: int | None = None
     cache: CacheTypes = PLAIN  # of keys and values
     # Told before each step how many tokens of answers it computes; 0: of prompts.
@@ -149,7 +152,9 @@ class Engine:
 
         `storage`: as `KVCache`'s. `clock`: seconds; no answer depends on it.
         """
-        context, max_batch, chunk = settings.context, settings.max_batch, settings.prefill_chunk
+        context, max_batch = settings.context, settings.max_batch
+        chunk = chunk_for(spec, context) if settings.prefill_chunk is None else settings.prefill_chunk
+        assert chunk >= context or not spec.bidirectional, "an encoder reads a text at once"
         kv_tokens = context * max_batch if settings.kv_tokens is None else settings.kv_tokens
         assert kv_tokens >= context, "one request must always fit"
         self.spec, self.ops = spec, opaque(ops)
@@ -181,9 +186,13 @@ class Engine:
         """
         return self.queue(request_for(self.spec, self.context, self.tokenizer, prompt, params, constraint))
 
+    def read(self, prompt: Sequence[int], reading: Reading) -> Request:
+        """Queue a prompt whose vector is wanted: `request.vector`."""
+        return self.queue(reading_for(self.spec, self.context, self.tokenizer, prompt, reading))
+
     def queue(self, request: Request) -> Request:
         request.submitted_s = self._clock()
-        request.names = [] if request.scored else list(self.kv.names(request.ids))
+        request.names = [] if request.whole else list(self.kv.names(request.ids))
         self.waiting.append(request)
         return request
 
@@ -272,7 +281,7 @@ class Engine:
         """First come, first served: nobody overtakes a long request for which there is no room yet."""
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
-            table = self.kv.open([] if request.scored else request.ids)
+            table = self.kv.open([] if request.whole else request.ids)
             if not self.kv.grow(table, request.positions):
                 self.kv.close(table)
                 return
@@ -292,6 +301,8 @@ class Engine:
         for i, r in enumerate(self.running):
             if r.computed >= r.n_prompt or not room:
                 continue
+            if self.spec.bidirectional and r.n_prompt > room:
+                break  # it comes whole in the next step, before those after it
             awaited = next((i for i, name in enumerate(self._takeable(r)) if name in coming), None)
             if awaited is not None:
                 coming.update(r.names[awaited:])
@@ -434,11 +445,14 @@ class Engine:
         positions: list[int] = []
         sequence: list[int] = []
         wanted: list[int] = []
+        ends: list[int] | None = [] if self.spec.bidirectional else None
         for i, s in enumerate(spans):
             ids += s.request.ids[s.start : s.stop] if after is None else [0]
             positions += range(s.start, s.stop)
             sequence += [i] * (s.stop - s.start)
             wanted += range(len(ids) - s.wanted, len(ids))
+            if ends is not None:
+                ends += [s.stop] * (s.stop - s.start)
         return Batch(
             ids=np.array(ids, np.int32),
             positions=np.array(positions, np.int32),
@@ -448,6 +462,7 @@ class Engine:
             window_table=tables[-1],
             state_from=state_from,
             state_to=state_to,
+            ends=None if ends is None else np.array(ends, np.int32),
             after=after,
         )
 
@@ -480,6 +495,8 @@ class Engine:
         try:
             if request.scored and span.start < request.n_prompt and not isinstance(found, ChosenToken):
                 request.score(span.start, found)
+            if request.reading is not None and not isinstance(found, ChosenToken):
+                request.read(found)
             last = found if isinstance(found, ChosenToken) else found[-1]
             reason = self._answer(request, last) if span.stop == len(request.ids) else None
         except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from thermocline.model.spec import ModelSpec
+
 PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
 LEAST = 4  # tokens of prompts in a step, however expensive they are, so that a prompt always advances
 # The time for prompts in a step, in decode steps. Answers' tokens are then four times as far apart as without
@@ -11,6 +13,11 @@ WEIGHT = 0.3  # of the newest measurement in an estimate
 # A decode step counts as at most this much longer than the last ones, because a single slow step is no reason
 # for a long chunk. If steps do get longer, the estimate follows within ten steps.
 LEAP = 1.25
+
+
+def chunk_for(spec: ModelSpec, context: int) -> int:
+    """Return the tokens of prompts in a step, at most: an encoder reads a whole text at once."""
+    return max(PREFILL_CHUNK, context) if spec.bidirectional else PREFILL_CHUNK
 
 
 class PrefillBudget:

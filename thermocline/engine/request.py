@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from thermocline.engine.kv_cache import BlockTable
+from thermocline.engine.pool import Pool
 from thermocline.engine.sampler import Sampler, SamplingParams, TokenLogprobs, check_finite
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.files.bounded import Json
@@ -74,6 +75,19 @@ class Chunk:
 # ---- one request
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A prompt that is read and not continued. Its answer is a vector.
+
+    logits_of  tokens whose logits behind the prompt are the vector; (): the model's own, which pools
+    """
+
+    logits_of: tuple[int, ...] = ()
+
+
+Asked = SamplingParams | Reading
+
+
 class StopMatcher:
     """Passes text up to the first stop string, and holds back an end that may become one."""
 
@@ -125,6 +139,9 @@ class Request:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reading: Reading | None = None
+    pool: Pool | None = None  # of a model that embeds
+    vector: F32 | None = None  # what was read, once it is there
     finish_reason: str | None = None
     error: ThermoclineError | None = None  # the reason why it cannot continue; readers of chunks raise it
     submitted_s: float = 0.0
@@ -155,6 +172,20 @@ class Request:
     def scored(self) -> bool:
         """Return whether the prompt's probabilities are requested. All of the prompt is then computed."""
         return self.params.prompt_logprobs is not None
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all of the prompt is computed, whatever of it is cached."""
+        return self.scored or (self.pool is not None and self.pool.whole)
+
+    def read(self, rows: F32) -> None:
+        """Take in the rows of a step that were wanted of a prompt. Raises NumericalError."""
+        if self.pool is not None:
+            self.pool.add(rows)
+            self.vector = self.pool.vector() if self.pool.tokens == self.n_prompt else None
+        elif self.reading is not None:
+            check_finite(rows[-1])
+            self.vector = rows[-1][list(self.reading.logits_of)]
 
     def score(self, start: int, logits: F32) -> None:
         """Score the prompt's tokens with the logits of positions from `start` on. Raises NumericalError."""
@@ -195,6 +226,39 @@ class Request:
         )
 
 
+def reading_for(
+    spec: ModelSpec, context: int, tokenizer: Tokenizer | None, prompt: Sequence[int], reading: Reading
+) -> Request:
+    """Make a request for a vector, as `request_for` makes one for text. Raises UsageError."""
+    if reading.logits_of and spec.embeds:
+        raise UsageError(_WRITES)
+    if not reading.logits_of:
+        check_embeds(spec)
+    if any(not 0 <= i < spec.vocab_size for i in reading.logits_of):
+        raise UsageError(
+            f"logits of tokens {reading.logits_of} are asked for; they are 0 to {spec.vocab_size - 1}"
+        )
+    made = _request(spec, context, tokenizer, prompt, SamplingParams(max_tokens=0, seed=0), None)
+    pool = Pool(spec, made.n_prompt) if spec.embeds else None
+    return replace(made, reading=reading, pool=pool)
+
+
+def check_embeds(spec: ModelSpec) -> None:
+    """Raise UsageError for a model that makes no vectors of texts."""
+    if not spec.embeds:
+        raise UsageError(_NO_VECTORS)
+
+
+_WRITES = (
+    "this model embeds texts and writes none: POST /v1/embeddings, `LLM.embed` in Python; "
+    "choose another model to generate"
+)
+_NO_VECTORS = (
+    "this model writes text and has no pooling that makes vectors of texts; serve an embedding model, "
+    "such as Qwen/Qwen3-Embedding-0.6B"
+)
+
+
 def request_for(
     spec: ModelSpec,
     context: int,
@@ -207,6 +271,19 @@ def request_for(
 
     `constraint` is that of `params.grammar`, for this request alone. Raises UsageError.
     """
+    if spec.embeds:
+        raise UsageError(_WRITES)
+    return _request(spec, context, tokenizer, prompt, params, constraint)
+
+
+def _request(
+    spec: ModelSpec,
+    context: int,
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    constraint: Constraint | None,
+) -> Request:
     ids = list(prompt)
     if not ids and spec.bos_id is not None:
         ids = [spec.bos_id]

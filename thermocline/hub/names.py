@@ -19,7 +19,10 @@ from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 TEXT_FILES = (  # the files besides weights that a reader of Hugging Face directories may need
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("modules.json", "config_sentence_transformers.json"),
 )
+# What modules.json names: how hidden states become a vector, or logits a score.
+_MODULE = re.compile(r"\d+_(Pooling|LogitScore)/config\.json")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_FILES = 10_000  # of a repository; further names are ignored
@@ -145,7 +148,7 @@ def wanted(name: Name, files: Collection[str]) -> list[str]:
     """Return the `files` of a repository to fetch, small before large. INDEX then names the shards."""
     if name.choice is not None:
         return _gguf(name, files)
-    text = [f for f in TEXT_FILES if f in files]
+    text = [*(f for f in TEXT_FILES if f in files), *sorted(filter(_MODULE.fullmatch, files))]
     if SINGLE in files:  # first, as transformers does
         return [*text, SINGLE]
     if INDEX in files:

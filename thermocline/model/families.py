@@ -11,7 +11,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
 from thermocline.model.dense import families as dense
 from thermocline.model.dense import layer_norms
+from thermocline.model.embedding import encoders, pooling
 from thermocline.model.gemma import families as gemma
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.latent import families as latent
@@ -56,7 +57,8 @@ _UNSURE = re.compile(r"sparse-?qwen", re.IGNORECASE)
 def read_config(path: Path, activation: str | None = None) -> Read:
     """Read the model in Hugging Face directory `path` from its config.json and generation_config.json.
 
-    Raises BadFile, IOFailure, Unsupported, UsageError; see `parse_config`.
+    Files of sentence-transformers beside it say whether it embeds. Raises BadFile, IOFailure, Unsupported,
+    UsageError; see `parse_config`.
     """
     config_path, generation_path = path / "config.json", path / "generation_config.json"
     config, generation = read_config_json(config_path), None
@@ -66,7 +68,27 @@ def read_config(path: Path, activation: str | None = None) -> Read:
     unsure = any(_UNSURE.search(n) for n in called if isinstance(n, str))
     if unsure and config.get("hidden_act") == "silu":
         config = config | {"hidden_act": "relu"}
-    return parse_config(config, generation, str(config_path), activation, sure=not unsure)
+    read = parse_config(config, generation, str(config_path), activation, sure=not unsure)
+    return _with_pooling(*read, path, config, called)
+
+
+def _with_pooling(
+    spec: ModelSpec, tensor_map: TensorMap, path: Path, config: Json, called: Sequence[Any]
+) -> Read:
+    """Return the model as the files beside its config.json let it answer: by text, vectors or scores."""
+    name, modules = str(path / "config.json"), pooling.read_modules(path)
+    if modules.pooling != "none":
+        return pooling.embedding(spec, tensor_map, modules, config, name)
+    if _family(config, name).bare:
+        raise Unsupported(
+            f"{name}: {config['architectures'][0]} has no head to write text with, and no {pooling.MODULES} "
+            "beside it says how its hidden states become a vector; fetch that file and its folders too"
+        )
+    if modules.score_tokens:
+        spec = replace(spec, score_tokens=modules.score_tokens)
+        check_spec(spec, name)
+        return spec, tensor_map
+    return pooling.yes_or_no(spec) if pooling.called_qwen_reranker(*called) else spec, tensor_map
 
 
 def read_config_json(path: Path) -> Json:
@@ -522,6 +544,7 @@ class Family:
     )
     text_type: str = ""  # of a wrapper, whose `text_config` is what is read: that one's model_type
     also: str = ""  # another model_type that the same class has
+    bare: bool = False  # the class has no head: its models embed
 
 
 # Families whose architecture another one has too.
@@ -532,6 +555,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _llama, reglu=True),
     "SparseLlamaForCausalLM": Family("sparsellama", _sparse_llama, reglu=True),
     "MistralForCausalLM": Family("mistral", _mistral),
+    "MistralModel": Family("mistral", _mistral, bare=True),
     "BambooForCausalLM": Family("bamboo", _bamboo),
     "MixtralForCausalLM": Family("mixtral", _mixtral),
     "TurboSparseMixtralForCausalLM": Family("turbosparsemixtral", _turbosparse_mixtral),
@@ -539,6 +563,7 @@ FAMILIES: dict[str, Family] = {
     "MiniCPMForCausalLM": Family("minicpm", _minicpm, reglu=True),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Qwen3Model": Family("qwen3", _qwen3, bare=True),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", mixtures.qwen3_moe),
     "GptOssForCausalLM": Family("gpt_oss", gpt_oss.gpt_oss),
     "OlmoeForCausalLM": Family("olmoe", mixtures.olmoe),
@@ -591,4 +616,7 @@ FAMILIES: dict[str, Family] = {
     "PhiForCausalLM": Family("phi", layer_norms.phi),
     "Olmo2ForCausalLM": Family("olmo2", dense.olmo2),
     "Olmo3ForCausalLM": Family("olmo3", dense.olmo3),
+    "BertModel": Family("bert", encoders.bert, bare=True),
+    "RobertaModel": Family("roberta", encoders.xlm_roberta, bare=True),
+    "XLMRobertaModel": Family("xlm-roberta", encoders.xlm_roberta, bare=True),
 }

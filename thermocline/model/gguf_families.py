@@ -16,6 +16,7 @@ from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 from thermocline.model.dense import gguf as dense
+from thermocline.model.embedding import pooling
 from thermocline.model.families import GEMMA3N, parse_config
 from thermocline.model.gemma import gguf as gemma
 from thermocline.model.gguf_metadata import (
@@ -416,12 +417,15 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
             f"{k.name}: architecture {quoted(k.architecture)} is not supported; known: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    config = found.config(k)
+    config, pooled = found.config(k), k.integer(".pooling_type", default=0)
+    if not k.flag(".attention.causal", True):
+        raise Unsupported(f"{k.name}: attention.causal is false, which is not supported in {k.architecture}")
     k.finish()
     assumed = config.get("hidden_act") == "silu"
     if assumed and (activation is not None or gguf.powerinfer or _called_relu(k)):
         config["hidden_act"] = "relu"
     spec, tensor_map = parse_config(config, None, k.name, activation, sure=not assumed)
+    spec, tensor_map = _with_pooling(k, spec, tensor_map, pooled)
     spec, own = found.located(spec, gguf) if found.located else (spec, {})
     tensors = own | {
         ours: tuple(_translated(p, found, spec, gguf) for p in pieces)
@@ -432,7 +436,27 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
     sharing = "|".join(str(i) for i in range(spec.n_layers) if spec.kv_layer(i) != i)
     unused = rf"blk\.({sharing})\.attn_[kv](_norm)?\.weight"  # of layers that share keys and values
     skipped = tuple(p.replace(r"model\.layers\.", r"blk\.") for p in tensor_map.skipped)
-    return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight", unused), skipped=skipped)
+    head = (r"output\.weight",) if spec.embeds else ()
+    return spec, TensorMap(tensors, (*factors, *head, r"blk\.\d+\.fc[12]\.weight", unused), skipped=skipped)
+
+
+_POOLINGS = ("none", "mean", "cls", "last")  # by llama.cpp's numbers; 4 is that of a classifier
+
+
+def _with_pooling(
+    k: GGUFKeys, spec: ModelSpec, tensor_map: TensorMap, kind: int
+) -> tuple[ModelSpec, TensorMap]:
+    """Return the model that embeds, if a GGUF says so.
+
+    Its vectors have length 1, as llama.cpp's server has them.
+    """
+    if kind >= len(_POOLINGS):
+        raise Unsupported(f"{k.name}: pooling_type {kind} is not supported; known: 0 to {len(_POOLINGS) - 1}")
+    if kind:
+        modules = pooling.Modules(_POOLINGS[kind], unit_vectors=True)
+        return pooling.embedding(spec, tensor_map, modules, {}, k.name)
+    names = (k.raw(f"general.{part}") for part in ("name", "basename"))
+    return pooling.yes_or_no(spec) if pooling.called_qwen_reranker(*names) else spec, tensor_map
 
 
 def _called_relu(k: GGUFKeys) -> bool:

@@ -31,6 +31,7 @@ QKV = ("q", "k", "v")
 # Of a layer: attention; a recurrent layer, whose state is of one size however long the text; or nothing.
 MIXERS = ("attention", "deltanet", "mamba2", "conv", "none")
 RECURRENT = ("deltanet", "mamba2", "conv")
+POOLINGS = ("none", "last", "mean", "cls")
 
 
 def later(default: Any) -> Any:
@@ -279,6 +280,27 @@ class ModelSpec:
     recurrent: Recurrent | None = field(default=None, metadata={"later": True})
     no_ffn: tuple[int, ...] = later(())  # layers that are a mixer alone
     attention_gate: bool = later(False)  # what attention gives is multiplied by the sigmoid of a matrix's
+    # Of models that answer with a vector: the last hidden state of which tokens it is, "mean" being all
+    # tokens' and "cls" the first one's. "none": the model writes text.
+    pooling: str = later("none")
+    unit_vectors: bool = later(False)  # a vector is divided by its length
+    # Lengths that a vector may be cut to, whose first numbers say most; (): any; None: it is used whole.
+    matryoshka: tuple[int, ...] | None = later(None)
+    # Of a reranker that writes: its score is the logit of the first one, less that of the second.
+    score_tokens: tuple[int, ...] = later(())
+    bidirectional: bool = later(False)  # an encoder: a token attends to those after it too
+    embed_norm: bool = later(False)  # a norm of the sum of a token's embeddings
+    token_types: int = later(0)  # rows of a table of types; a token's embeddings include the first one
+
+    @property
+    def embeds(self) -> bool:
+        """Return whether the model answers with a vector in place of text."""
+        return self.pooling != "none"
+
+    @property
+    def pools_all(self) -> bool:
+        """Return whether its vectors are made of more than the last token, whose row others may need too."""
+        return self.pooling in ("mean", "cls")
 
     @property
     def sparse(self) -> bool:
@@ -459,6 +481,7 @@ def check_spec(spec: ModelSpec, name: str) -> None:
         ("activation", ACTIVATIONS),
         ("norm_order", NORM_ORDERS),
         ("router_input", ROUTER_INPUTS),
+        ("pooling", POOLINGS),
     ):
         if getattr(spec, key) not in known:
             raise BadFile(f"{name}: {key} {quoted(getattr(spec, key))} is not one of {', '.join(known)}")
@@ -469,6 +492,7 @@ def check_spec(spec: ModelSpec, name: str) -> None:
         _mixture_problems,
         _mixer_problems,
         _latent_problems,
+        _pooling_problems,
     ):
         for problem, wrong in problems(spec):
             if wrong:
@@ -679,6 +703,24 @@ def _latent_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ("latent needs an attention_scale", s.attention_scale is None),
         ("latent is for plain attention with one key and rope, and for neurons that are all computed",
          not plain or any(others)),
+    ]  # fmt: skip
+
+
+def _pooling_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    cuts, types, plain = s.matryoshka or (), s.token_types, s.window(0) is None and s.latent is None
+    return [
+        ("unit_vectors and matryoshka need pooling",
+         not s.embeds and (s.unit_vectors or s.matryoshka is not None)),
+        ("score_tokens are not two tokens of a model that writes",
+         bool(s.score_tokens) and (s.embeds or len(s.score_tokens) != 2
+                                   or not all(0 <= i < s.vocab_size for i in s.score_tokens))),
+        ("matryoshka are not lengths in order", not _in_order(cuts, s.dim + 1) or 0 in cuts),
+        ("a model with pooling has no head of its own", s.embeds and not s.tied_head),
+        ("bidirectional needs pooling, attention in all layers without windows, and no recurrence",
+         s.bidirectional and not (s.embeds and plain and s.sliding_window is None and not s.mixers)),
+        ("token_types is not within 0..1024", not 0 <= types <= 1024),
+        ("embed_norm and token_types exclude an embed_dim and a per_layer_dim",
+         (s.embed_norm or types > 0) and (s.embed_dim is not None or s.per_layer_dim > 0)),
     ]  # fmt: skip
 
 

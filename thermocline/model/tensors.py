@@ -146,6 +146,10 @@ def expected_tensors(
         vector("per_layer.norm.weight", "norm", spec.per_layer_dim, optional=False)
     if spec.position == "learned":
         matrix("pos_embed.weight", "embed", spec.max_context, spec.dim, format="f32")
+    if spec.token_types:
+        matrix("token_types.weight", "embed", spec.token_types, spec.dim, format="f32")
+    if spec.embed_norm:
+        norm("embed_norm")
     for i in range(spec.n_layers):
         a, (experts, _, neurons) = f"layers.{i}", spec.ffn(i)
         shape = spec.attention(i)

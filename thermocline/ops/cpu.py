@@ -96,6 +96,9 @@ class CpuOps:
         h = x if project is None else self.matmul(project, x, None)
         return self.matmul(rows.weight, h, rows.bias)
 
+    def hidden(self, x: F32) -> F32:
+        return x
+
     def matmul_add(self, x: F32, w: WeightMatrix, h: F32, bias: F32 | None) -> None:
         self.native.matmul(_native_matrix(w), h, bias, x, True)
 
@@ -104,7 +107,8 @@ class CpuOps:
     ) -> _native.Step:
         table = batch.table(window)
         states = batch.state_from, batch.state_to
-        return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin, *states)
+        where = batch.positions, batch.sequence, table, block, window or 0
+        return _native.Step(*where, cos, sin, *states, batch.ends)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> _native.Attention:
         assert layer.qkv is not None and layer.attn_out is not None

@@ -139,8 +139,9 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
         made["returned"] = replace(stream, here=0)  # another GPU's sum
     made["named cold"] = marks
     made["counts"] = Buffer((4,), "i32", here=2)
-    made["rows"] = Buffer((s.sequences,), "i32")
-    made["logits"] = Buffer((s.sequences, spec.vocab_size))
+    wanted = s.tokens if spec.pools_all else s.sequences
+    made["rows"] = Buffer((wanted,), "i32")
+    made["logits"] = Buffer((wanted, spec.dim if spec.embeds else spec.vocab_size))
     made |= _choices(spec, s)
     # Layers without attention share the step of those without a window.
     kinds = {

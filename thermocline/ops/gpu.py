@@ -473,6 +473,13 @@ class GpuOps:
             self._host().matmul(_native.Linear(rows.weight, rows.bias), x.array, here.numpy())
         return here
 
+    def hidden(self, x: Hidden) -> Tensor:
+        here = self._logits[1][: x.tokens]
+        if x.tokens:
+            self._to_device(x)
+            self.device.copy(here, x.device)
+        return here
+
     def routed(self, h: Hidden, bound: BoundFFN) -> F32:
         """Return where `ffn_add` finds the shares: on the device, or in RAM where the layer is the CPU's."""
         assert self._weights is not None

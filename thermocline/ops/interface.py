@@ -254,6 +254,8 @@ class Weights:
     project_in: WeightMatrix | None = None  # [dim, embed_dim], where embeddings are narrower
     project_out: WeightMatrix | None = None  # [embed_dim, dim]
     token_inputs: TokenInputs | None = None
+    token_types: WeightMatrix | None = None  # [types, dim]
+    embed_norm: Norm | None = None  # of the sum of a token's embeddings
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,9 @@ class Batch:
     # and written to. No slot is both in one step.
     state_from: I32 | None = None  # [sequences]
     state_to: I32 | None = None  # [sequences]
+    # Of encoders: one more than the last position that a token attends to, its sequence's last, whose tokens
+    # are all in this batch. None: its own.
+    ends: I32 | None = None  # [tokens]
     # The step that chooses `ids`, which hold nothing yet: row r has the token of its row r.
     after: ChoosingStep | None = field(default=None, kw_only=True)
 
@@ -543,6 +548,9 @@ class Ops(Protocol[H, S, A, F, M, P, L]):
     def norm(self, x: H, weight: F32, bias: F32 | None, eps: float, kind: str, /) -> H: ...
     def rows(self, x: H, rows: I32, /) -> H: ...
     def head(self, x: H, rows: Linear, project: WeightMatrix | None, /) -> L: ...
+    def hidden(self, x: H, /) -> L:
+        """Return what `run` gives of rows of the stream, in place of logits: the rows themselves."""
+
     def read_ahead(self, h: H, bound: F, sparsity: str, /, *, shares: F32 | None) -> None: ...
     def routed(self, h: H, bound: F, /) -> F32: ...
     def attention_add(self, x: H, h: H, bound: A, step: S, kv: KVLayer, /) -> None: ...

@@ -66,6 +66,11 @@ def head(x: F32, rows: Linear, project: WeightMatrix | None) -> F32:
     return matmul(rows.weight, h, rows.bias)
 
 
+def hidden(x: F32) -> F32:
+    """Return rows of the stream, as `run` gives logits."""
+    return x
+
+
 def matmul_add(x: F32, w: WeightMatrix, h: F32, bias: F32 | None) -> None:
     """x += matmul(w, h, bias), in place: the residual."""
     x += matmul(w, h, bias)
@@ -118,7 +123,7 @@ def _coded(q: F32) -> F32:
 
 
 def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
-    """Rotate q and k, store k and v, attend causally. qkv -> [tokens, n_heads*head_dim]."""
+    """Rotate q and k, store k and v, attend. qkv -> [tokens, n_heads*head_dim]."""
     batch, table, cos, sin = step
     q, k, v = _heads_of(heads, qkv, cos, sin)
     types = kv.shape.types
@@ -135,7 +140,7 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
         _store_values(kv, pages, slot, v[r])
     out = np.empty_like(q)
     for r in range(len(qkv)):
-        out[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
+        out[r] = _attend(heads, q[r], _end(batch, r), table[batch.sequence[r]], kv)
     return (out if types.v == "f16" else _hadamard(out)).reshape(len(qkv), -1)
 
 
@@ -171,7 +176,7 @@ def _latent_attention(heads: Heads, w: LatentMatrices, rows: F32, step: Step, kv
         pages = kv.shape.places(table[batch.sequence[r], b : b + 1])[:, 0]
         _store_values(kv, pages, slot, keys[r : r + 1])
     for r in range(len(rows)):
-        found[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
+        found[r] = _attend(heads, q[r], _end(batch, r), table[batch.sequence[r]], kv)
     out_of = _values(w.v_b).reshape(heads.n, a.value, a.kv_rank)
     y: F32 = np.einsum("bhr,hvr->bhv", found, out_of)
     return y.reshape(len(rows), -1)
@@ -206,12 +211,17 @@ def _heads_normed(heads: Heads, x: F32, weight: F32 | None) -> F32:
     return norm(seen, weight, None, heads.norm_eps, "rms").reshape(x.shape)
 
 
-def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32:
-    """Return the output [heads, dim] of one token's queries."""
-    end, block = position + 1, kv.shape.block
+def _end(batch: Batch, r: int) -> int:
+    """Return one more than the last position that a token attends to."""
+    return int(batch.positions[r]) + 1 if batch.ends is None else int(batch.ends[r])
+
+
+def _attend(heads: Heads, q: F32, end: int, pages: I32, kv: KVLayer) -> F32:
+    """Return the output [heads, dim] of one token's queries, which end before position `end`."""
+    block = kv.shape.block
     start = 0 if heads.window is None else max(0, end - heads.window)
     if heads.chunked and heads.window is not None:
-        start = position // heads.window * heads.window
+        start = (end - 1) // heads.window * heads.window
     skipped = start // block * block
     held = kv.shape.places(pages[start // block : (end + block - 1) // block])
     at = slice(start - skipped, end - skipped)

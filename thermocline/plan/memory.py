@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from thermocline import _native
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
-from thermocline.engine.prefill_budget import PREFILL_CHUNK
+from thermocline.engine.prefill_budget import PREFILL_CHUNK, chunk_for
 from thermocline.engine.state_pool import reserved_bytes as state_bytes
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import SMALL
@@ -164,15 +164,16 @@ def _latent(spec: ModelSpec) -> dict[str, int]:
 
 
 def scratch_bytes(
-    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = PREFILL_CHUNK
+    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int | None = None
 ) -> int:
     """Return the most that a step allocates besides keys and values: the core's scratch, our arrays."""
-    tokens = max(prefill_chunk, max_batch)
+    tokens = max(chunk_for(spec, context) if prefill_chunk is None else prefill_chunk, max_batch)
     native = _native.scratch_bytes(layer_shape(spec), tokens=tokens, positions=context, threads=threads)
     given = 3 * tokens * spec.n_layers * spec.per_layer_dim  # the table's rows, the projection, their sum
     residual = tokens * spec.dim + given
     logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
-    return native + 4 * (residual + logits)
+    hidden = 2 * tokens * spec.dim if spec.embeds else 0  # rows of the stream, and their norms
+    return native + 4 * (residual + logits + hidden)
 
 
 def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: bool) -> Limits:

@@ -80,6 +80,8 @@ def chosen(pack: StoredModel, needs: Needs, asked: str, vram: float | None) -> t
 def check(spec: ModelSpec, types: CacheTypes) -> None:
     if types.quantised:
         raise Unsupported(f"a GPU keeps keys and values as f16, and {types} is asked for; use --gpu off")
+    if spec.bidirectional:
+        raise Unsupported(f"{spec.architecture}: an encoder has no GPU ops; use --gpu off")
     if spec.embed_dim is not None:
         raise Unsupported(
             f"{spec.architecture}: embeddings of another width than its layers have no GPU ops; use --gpu off"

@@ -518,6 +518,8 @@ def assemble(made: PackInMemory, name: str) -> Weights:
         project_in=made.matrix("project_in.weight") if spec.embed_dim is not None else None,
         project_out=made.matrix("project_out.weight") if spec.embed_dim is not None else None,
         token_inputs=made.token_inputs(),
+        token_types=made.matrix("token_types.weight") if spec.token_types else None,
+        embed_norm=made.norm("embed_norm"),
     )
     _check_routers(weights, made.ops, name)
     return weights

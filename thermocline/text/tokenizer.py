@@ -182,6 +182,8 @@ def _step(part: dict[str, Any], name: str) -> Step:
         case "Replace" if "String" in part["pattern"]:
             old, new = part["pattern"]["String"], part["content"]
             return lambda text: text.replace(old, new)
+        case "WordPiece":
+            return partial(_word_piece, part["prefix"], part["cleanup"])
         case "Fuse" | "Strip":
             return lambda text: None
     raise Unsupported(f"{name}: its decoder has a {part['type']} step, which Thermocline does not know")
@@ -198,9 +200,26 @@ def _trim(parts: list[dict[str, Any]], name: str) -> Callable[[bytes], bytes]:
                 )
             content = part["content"].encode() if part["start"] else b""
             return lambda data: data.removeprefix(content)
+        if part["type"] == "WordPiece":
+            return lambda data: data.removeprefix(b" ")
         if part["type"] == "Metaspace" and part["prepend_scheme"] != "never":
             return lambda data: data.replace(b" ", b"")  # as the library does: every space of the first token
     return lambda data: data
+
+
+# What a word loses before it, as the library's decoder has it.
+_CLEANED = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
+def _word_piece(prefix: str, cleanup: bool, text: str) -> str:
+    """Return a word's beginning, after a space, or how it goes on."""
+    text = text.removeprefix(prefix) if text.startswith(prefix) else f" {text}"
+    for old, new in _CLEANED if cleanup else ():
+        text = text.replace(old, new)
+    return text
 
 
 def _byte_fallback(text: str) -> bytes | None:

@@ -20,16 +20,16 @@ MARKER = re.compile(
 
 PARTS = {
     "normalizer": {
-        "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Replace",
-        "Strip", "StripAccents",
+        "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled",
+        "Prepend", "Replace", "Strip", "StripAccents",
     },
     "pre_tokenizer": {
-        "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts", "Whitespace",
-        "WhitespaceSplit",
+        "BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts",
+        "Whitespace", "WhitespaceSplit",
     },
-    "decoder": {"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"},
-    "post_processor": {"ByteLevel", "RobertaProcessing", "TemplateProcessing"},
-    "model": {"BPE", "Unigram", "WordLevel"},
+    "decoder": {"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"},
+    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"},
+    "model": {"BPE", "Unigram", "WordLevel", "WordPiece"},
 }  # fmt: skip
 INNER = ("normalizers", "pretokenizers", "decoders", "processors")  # keys of a Sequence's parts
 MOST_PARTS = 64  # of one kind; known files have 8
@@ -113,6 +113,8 @@ def _growth(part: Part) -> float:
     if part["type"] == "Replace":
         matched = len(_pattern(part)) if "String" in part["pattern"] else 0
         return max(1.0, len(part["content"]) / matched if matched else 1.0 + len(part["content"]))
+    if part["type"] == "BertNormalizer":
+        return 3.0  # a space on both sides of a Chinese character
     return 1.0
 
 
