@@ -61,6 +61,10 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("/infill", {"input_extra": [{"filename": "a"}]}, False),
     ("/infill", {"n_predict": -2}, False),
     ("/v1/completions", {"logprobs": 21}, False),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, False),
+    ("/v1/embeddings", {"input": [[]]}, False),
+    ("/v1/rerank", {"query": "a", "documents": ["a"] * 2049}, False),
+    ("/v1/rerank", {"query": "a", "documents": [{}]}, False),
     ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, True),
     ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "output_text"}]}]}, False),
     (

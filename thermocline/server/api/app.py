@@ -14,6 +14,7 @@ from thermocline.server.api.agents import messages_routes, responses_routes
 from thermocline.server.api.models.hold import Holding
 from thermocline.server.api.responses import HANDLERS
 from thermocline.server.api.state import Api
+from thermocline.server.api.vectors import routes as vector_routes
 from thermocline.server.page import assets
 
 PUBLIC = assets.PATHS  # the page's files, which need no key
@@ -35,6 +36,7 @@ def routes(api: Api) -> list[Route]:
     return [
         *model_routes.routes(api),
         *generation.routes(api),
+        *vector_routes.routes(api),
         *responses_routes.routes(api),
         *messages_routes.routes(api),
         *metrics.routes(api.metrics),

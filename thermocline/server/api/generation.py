@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,7 +51,7 @@ async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer
 
 async def _complete(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer]:
     r = await api.body(given, schema.CompletionRequest, request.url.path)
-    prompts = _prompts(r.prompt)
+    prompts = schema.prompts_of(r.prompt)
     api.check(r, len(prompts))
     model = await api.model(request, r.model, stream=r.stream)
     fill = _fill_in(model, "suffix") if r.suffix else None
@@ -111,12 +110,3 @@ def _fill_in(model: ServedModel, param: str | None = None) -> Infill:
         about = "this model does not fill in the middle of a text: it has no marks for that"
         raise Refusal(400, about if param is None else f"{param}: {about}", param=param)
     return model.infill
-
-
-def _prompts(given: Any) -> Sequence[str | list[int]]:
-    """Return a request's prompts as a list: it may be one text, one list of ids, or a list of either."""
-    if isinstance(given, str):
-        return [given]
-    if not given or isinstance(given[0], int):
-        return [given]
-    return list(given)

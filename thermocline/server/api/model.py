@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thermocline.engine.sampler import SamplingParams
-from thermocline.errors import ThermoclineError
+from thermocline.errors import ThermoclineError, UsageError
 from thermocline.model.spec import ModelSpec
 from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.http.refusal import TOO_LONG, Refusal
@@ -13,6 +13,7 @@ from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate
 from thermocline.text.infill import Infill
+from thermocline.text.reranker import Reranker
 from thermocline.text.tokenizer import Tokenizer
 
 
@@ -27,6 +28,8 @@ class ServedModel:
     why_no_template: str
     format: AnswerFormat
     infill: Infill | None  # None: the model does not fill in the middle of a text
+    reranker: Reranker | None
+    why_no_reranker: str
     most_bytes: int | None  # of the longest prompt that the context can hold
     engine: EngineProcess
     defaults: SamplingParams  # sampling options that a request leaves open
@@ -42,12 +45,17 @@ class ServedModel:
             template = ChatTemplate(files, tokenizer, opened.template)
         except ThermoclineError as e:
             why = str(e)
+        reranker, why_not = None, ""
+        try:
+            reranker = Reranker(spec, tokenizer, template)
+        except UsageError as e:
+            why_not = str(e)
         format = AnswerFormat.of("" if template is None else template.source)
         about = files.origin.name if name is None else name
         most = tokenizer.most_bytes(opened.context)
         return ServedModel(
             about, spec, opened.context, opened.max_batch, tokenizer, template, why, format,
-            Infill.of(tokenizer), most, engine, defaults
+            Infill.of(tokenizer), reranker, why_not, most, engine, defaults
         )  # fmt: skip
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from thermocline import __version__
 from thermocline.server.api import schema
 from thermocline.server.api.agents.messages_schema import CountTokensRequest, MessagesRequest
 from thermocline.server.api.agents.responses_schema import ResponsesRequest
+from thermocline.server.api.vectors.schema import EmbeddingsRequest, RerankRequest
 from thermocline.server.http.limits import ServerLimits
 
 EVENTS = "text/event-stream"
@@ -75,6 +76,8 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
     Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
     Operation("post", "/infill", "Fill in the middle of a text.", schema.InfillRequest, streams=True),
+    Operation("post", "/v1/embeddings", "Vectors of texts.", EmbeddingsRequest),
+    Operation("post", "/v1/rerank", "Documents by their relevance to a query.", RerankRequest),
     Operation(
         "post", "/v1/responses", "Answer items, as OpenAI's Responses.", ResponsesRequest, streams=True
     ),
@@ -179,6 +182,10 @@ def _bound(kinds: dict[str, Any], limits: ServerLimits, vocabulary: int | None) 
     for way in completion["prompt"]["anyOf"]:
         if way.get("items", {}).get("type") in ("string", "array"):
             way["maxItems"] = limits.limit_choices
+    kinds["RerankRequest"]["properties"]["documents"]["maxItems"] = limits.limit_inputs
+    for way in kinds["EmbeddingsRequest"]["properties"]["input"]["anyOf"]:
+        if way.get("items", {}).get("type") in ("string", "array"):
+            way["maxItems"] = limits.limit_inputs
     for kind, names in _LISTS_OF_AGENTS.items():
         for name, limit in names.items():
             kinds[kind]["properties"][name]["maxItems"] = getattr(limits, limit)

@@ -6,7 +6,7 @@ Types are strict: "1" is not a number. Unknown fields are ignored, and a line in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -250,7 +250,7 @@ class ChatRequest(Sampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
 
 
-def _prompts(given: Any) -> str:
+def kind_of_prompts(given: Any) -> str:
     """Choose the kind of list by its first item, so that 260,000 items are checked once, not three times."""
     if not isinstance(given, list):
         return "text"
@@ -258,7 +258,7 @@ def _prompts(given: Any) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
-def _any_of(schema: dict[str, Any]) -> None:
+def of_any_kind(schema: dict[str, Any]) -> None:
     """Describe the kinds of list as anyOf: an empty list is of every kind."""
     schema["anyOf"] = schema.pop("oneOf")
 
@@ -269,12 +269,21 @@ Prompt = Annotated[
     | Annotated[list[str], AtMost("limit_choices"), Tag("texts")]
     | Annotated[Ids, Tag("ids")]
     | Annotated[list[Ids], AtMost("limit_choices"), Tag("lists")],
-    Discriminator(_prompts),
+    Discriminator(kind_of_prompts),
 ]
 
 
+def prompts_of(given: Any) -> Sequence[str | list[int]]:
+    """Return a request's prompts as a list: it may be one text, one list of ids, or a list of either."""
+    if isinstance(given, str):
+        return [given]
+    if not given or isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
 class CompletionRequest(Sampling):
-    prompt: Prompt = Field("", json_schema_extra=_any_of)
+    prompt: Prompt = Field("", json_schema_extra=of_any_kind)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
     suffix: str | None = Field(None, description="what comes after the answer, for models that fill in")

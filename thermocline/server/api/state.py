@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from thermocline.engine.request import request_for
+from thermocline.engine.request import Asked, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.server.api import schema
@@ -113,7 +113,7 @@ class Api:
         seed = request.sampler.seed
         return [(request.ids, replace(params, seed=(seed + i) % (1 << 63))) for i in range(n)]
 
-    def submit(self, model: ServedModel, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Jobs:
+    def submit(self, model: ServedModel, prompts: Sequence[tuple[list[int], Asked]]) -> Jobs:
         """Give the engine these jobs. Refuse with 503 if too many wait: one request may have many jobs."""
         if model.engine.active + len(prompts) > model.max_batch + max(self.limits.limit_queue, len(prompts)):
             raise Refusal(503, "too many answers are waiting; try again", code="queue_full")

@@ -71,6 +71,7 @@ class ServerLimits:
     limit_template_variables: int = _count(64, "Variables of a chat template (`chat_template_kwargs`).", 0)
     limit_n: int = _count(8, "Answers to one prompt (`n`).")
     limit_choices: int = _count(64, "Prompts of a request times `n`.")
+    limit_inputs: int = _count(2048, "Texts of `/v1/embeddings`, documents of `/v1/rerank`.")
     limit_top_logprobs: int = _count(20, "Rivals of each token (`top_logprobs`).", 0)
     limit_stop: int = _count(16, "Texts in `stop`.", 0)
     limit_stop_bytes: int = _bytes(256, "One of those texts.")

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from thermocline import errors
-from thermocline.engine.sampler import SamplingParams
+from thermocline.engine.request import Asked
 from thermocline.errors import ThermoclineError
 from thermocline.server.process import worker
 from thermocline.server.process.messages import (
@@ -382,7 +382,7 @@ class EngineProcess:
 
     # ---- jobs
 
-    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
+    def submit(self, prompts: Sequence[tuple[Sequence[int], Asked]]) -> Jobs:
         """Queue prompts as jobs. Raise CrashesEngine for a prompt that crashed the engine twice.
 
         Raise EngineCrashed if the engine has ended for good.

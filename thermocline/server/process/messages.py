@@ -8,10 +8,11 @@ from typing import Any
 
 from thermocline.engine.engine import Counts
 from thermocline.engine.live_activity import ActivityReport
-from thermocline.engine.request import Chunk, Figures
-from thermocline.engine.sampler import SamplingParams, TokenLogprobs
+from thermocline.engine.request import Asked, Chunk, Figures
+from thermocline.engine.sampler import TokenLogprobs
 from thermocline.files.small_files import SmallFiles
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F32
 
 # ---- to the engine
 
@@ -20,7 +21,7 @@ from thermocline.model.spec import ModelSpec
 class Submit:
     job: int
     ids: Sequence[int]
-    params: SamplingParams
+    params: Asked
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Finished:
     figures: Figures
     prompt_logprobs: tuple[TokenLogprobs, ...]  # of all tokens but the first, if requested
     stop: str | None = None  # the stop string that ended the answer
+    vector: F32 | None = None  # of a prompt that was read
 
 
 @dataclass(frozen=True)

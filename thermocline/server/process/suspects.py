@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError
 from thermocline.server.process.messages import Submit
 
@@ -32,7 +33,8 @@ class Job:
     @cached_property
     def print(self) -> str:
         """A hash of the prompt and all options except the seed, which the server may have drawn."""
-        asked = repr(replace(self.command.params, seed=None)).encode()
+        params = self.command.params
+        asked = repr(replace(params, seed=None) if isinstance(params, SamplingParams) else params).encode()
         return hashlib.sha256(array("q", self.command.ids).tobytes() + asked).hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 from thermocline.engine.engine import Engine
 from thermocline.engine.live_activity import ActivityMeter, ActivityReport
-from thermocline.engine.request import Request
+from thermocline.engine.request import Asked, Reading, Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
 from thermocline.llm import LLM, opened_model
@@ -239,8 +239,11 @@ class EngineWorker:
                 case Stop():
                     return False
 
-    def _submit(self, job: int, ids: list[int], params: SamplingParams) -> None:
+    def _submit(self, job: int, ids: list[int], params: Asked) -> None:
         try:
+            if isinstance(params, Reading):
+                self._jobs[job] = self._engine.read(ids, params)
+                return
             constraint = self._llm.constraint(params, checked=True)  # the other process has checked it
             self._jobs[job] = self._engine.submit(ids, params, constraint)
         except ThermoclineError as e:
@@ -265,7 +268,8 @@ class EngineWorker:
             elif request.finish_reason is not None:
                 figures, scores = request.figures(), tuple(request.prompt_logprobs)
                 reason, seed = request.finish_reason, request.sampler.seed
-                found.append(Finished(job, reason, seed, figures, scores, request.matcher.met))
+                met, vector = request.matcher.met, request.vector
+                found.append(Finished(job, reason, seed, figures, scores, met, vector))
             else:
                 continue
             del self._jobs[job]
