@@ -67,7 +67,7 @@ def qwen3(path: Path, name: str = "qwen3_embedding", *, after: str | None = "<|i
         "special_tokens": {} if ends is None else {after: ends},
     }  # fmt: skip
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    made = {
+    made: Json = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
         "pre_tokenizer": level, "post_processor": template, "decoder": level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,

@@ -94,7 +94,7 @@ def logits(name: str) -> NDArray[np.float32]:
 
 
 def vectors(name: str) -> NDArray[np.float32]:
-    """Return transformers' vectors of the first tokens of `ids()`, as many as `twins.LENGTHS` says."""
+    """Return transformers' vectors of the first tokens of `ids()`, or scores of pairs, as `twins` says."""
     return logits(name)
 
 
@@ -148,7 +148,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {name: partial(write, name) for name 
 def record() -> None:
     """Write what this file keeps, from transformers."""
     kept: dict[str, Json] = {}
-    for name, make in (twins.TWINS | twins.EMBEDDERS).items():
+    for name, make in (twins.TWINS | twins.EMBEDDERS | twins.RANKERS).items():
         with tempfile.TemporaryDirectory() as base:
             path = make(Path(base) / name)
             found = of(path)
@@ -159,7 +159,8 @@ def record() -> None:
     RECORDED.update(kept)
     with tempfile.TemporaryDirectory() as base:
         truth = {name: twins.hf_logits(write(name, Path(base) / name), ids()) for name in LOGITS}
-        truth |= {name: twins.hf_vectors(write(name, Path(base) / name), ids()) for name in twins.EMBEDDERS}
+        for make, names in ((twins.hf_vectors, twins.EMBEDDERS), (twins.hf_scores, twins.RANKERS)):
+            truth |= {name: make(write(name, Path(base) / name), ids()) for name in names}
     np.savez_compressed(TRUTH, allow_pickle=False, **truth)
 
 

@@ -1510,18 +1510,20 @@ def qwen3_mean(path: Path) -> Path:
     return path
 
 
+_ENCODER: Json = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
+
+
 def _encoder(name: str, path: Path, seed: int, pooling: str, **changes: Any) -> Path:
     import transformers
 
-    base: Json = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
-    }
-    config = getattr(transformers, f"{name}Config")(**(base | changes))
+    config = getattr(transformers, f"{name}Config")(**(_ENCODER | changes))
     return _embedder(path, getattr(transformers, f"{name}Model")(config), seed, pooling, unit=True)
 
 
@@ -1563,3 +1565,41 @@ def hf_vectors(path: Path, ids: list[int]) -> NDArray[np.float32]:
         (v,) = (v for mode, v in kinds.items() if pooling[f"pooling_mode_{mode}"])
         found.append(v / v.norm() if "Normalize" in (path / "modules.json").read_text() else v)
     return np.stack([v.float().numpy() for v in found])
+
+
+def _ranker(name: str, path: Path, seed: int, **changes: Any) -> Path:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**(_ENCODER | {"num_labels": 1} | changes))
+    return _save(getattr(transformers, f"{name}ForSequenceClassification")(config), path, seed)
+
+
+def bert_ranker(path: Path) -> Path:
+    """MS MARCO's cross-encoders: a BERT that reads a pair, with types."""
+    return _ranker("Bert", path, 67)
+
+
+def xlm_roberta_ranker(path: Path) -> Path:
+    """BGE's rerankers: a pair without types."""
+    changes = {"type_vocab_size": 1, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1}
+    return _ranker("XLMRoberta", path, 68, **changes)
+
+
+RANKERS: dict[str, Callable[[Path], Path]] = {f.__name__: f for f in (bert_ranker, xlm_roberta_ranker)}
+PAIRS = ((20, 40), (3, 7), (1, 2))  # where the second text begins, and where it ends
+
+
+def hf_scores(path: Path, ids: list[int]) -> NDArray[np.float32]:
+    """transformers' logits of pairs of the first tokens: [len(PAIRS), 1]."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.set_num_threads(1)
+    loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    found, typed = [], json.loads((path / "config.json").read_text())["type_vocab_size"] > 1
+    for second, end in PAIRS:
+        types = [int(typed and p >= second) for p in range(end)]
+        with torch.no_grad():
+            made = loaded.eval()(torch.tensor([ids[:end]]), token_type_ids=torch.tensor([types]))
+        found.append(made.logits[0].numpy())
+    return np.stack(found)

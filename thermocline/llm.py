@@ -16,13 +16,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from thermocline.engine.generation_config import recommended
-from thermocline.engine.pool import check_dimensions, shortened
-from thermocline.engine.request import Chunk, Completion, Reading, Request, reading_for, request_for
+from thermocline.engine.request import Chunk, Completion, PoolingParams, Request, reading_for, request_for
 from thermocline.engine.sampler import SamplingParams
+from thermocline.engine.vectors import DocumentRanker, Embedder
 from thermocline.errors import UsageError
 from thermocline.hub.download import locate
-from thermocline.opening.gguf_model import GGUFModel
 from thermocline.opening.open_model import open_model
 from thermocline.session.options import (
     EngineOptions,
@@ -35,17 +37,16 @@ from thermocline.session.options import (
 from thermocline.session.session import Progress, Session, silent
 from thermocline.text.chat_template import ChatTemplate, Message
 from thermocline.text.grammar_matcher import Grammars
-from thermocline.text.reranker import Reranker
 from thermocline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from thermocline.engine.engine import Engine
     from thermocline.files.small_files import SmallFiles
-    from thermocline.ops.interface import F32
     from thermocline.pack.stored_model import StoredModel
     from thermocline.text.grammar import Constraint
 
 log = logging.getLogger(__name__)
+Vector = NDArray[np.float32]
 BUNDLED = Path(__file__).with_name("bundled")
 
 
@@ -225,20 +226,19 @@ class LLM:
         return [stream.completion for stream in streams]
 
     @overload
-    def embed(self, texts: str, *, dimensions: int | None = None) -> F32: ...
+    def embed(self, texts: str, *, dimensions: int | None = None) -> Vector: ...
     @overload
-    def embed(self, texts: list[str], *, dimensions: int | None = None) -> list[F32]: ...
-    def embed(self, texts: str | list[str], *, dimensions: int | None = None) -> F32 | list[F32]:
+    def embed(self, texts: list[str], *, dimensions: int | None = None) -> list[Vector]: ...
+    def embed(self, texts: str | list[str], *, dimensions: int | None = None) -> Vector | list[Vector]:
         """The vector of one text, [dim] f32, or of several; only of an embedding model, as it pools.
 
         `dimensions`: of those that the model lets vectors be cut to. A prompt that the makers recommend is
         yours to put before a text. UsageError: another model, a text that the context does not hold.
         """
-        check_dimensions(self.spec, dimensions)
-        many = [texts] if isinstance(texts, str) else texts
-        found = self._read([self.tokenizer.encode(text) for text in many], Reading())
-        cut = [shortened(self.spec, v, dimensions) for v in found]
-        return cut[0] if isinstance(texts, str) else cut
+        embedder = Embedder(self.spec, self.tokenizer, dimensions)
+        prompts = embedder.prompts([texts] if isinstance(texts, str) else texts)
+        found = list(map(embedder.cut, self._read(prompts)))
+        return found[0] if isinstance(texts, str) else found
 
     def rerank(self, query: str, documents: list[str], *, instruction: str | None = None) -> list[float]:
         """How relevant each document is to a query, from 0 to 1, in their order; only of a reranker.
@@ -246,26 +246,24 @@ class LLM:
         `instruction`: what the query asks for, in place of the makers' words. UsageError: another model, a
         document that the context does not hold.
         """
-        reranker = self._reranker
-        prompts = [reranker.encode(query, document, instruction) for document in documents]
-        return [reranker.score(v) for v in self._read(prompts, Reading(reranker.logits_of))]
+        return self._ranker.scores(self._read(self._ranker.prompts(query, documents, instruction)))
 
-    def _read(self, prompts: Sequence[Sequence[int]], reading: Reading) -> list[F32]:
-        make = partial(reading_for, self.spec, self.context, self.tokenizer, reading=reading)
-        requests = [make(ids) for ids in prompts]  # all are checked before the weights are waited for
-        streams: list[Stream] = []
+    def _read(self, prompts: Sequence[tuple[Sequence[int], PoolingParams]]) -> list[Vector]:
+        make = partial(reading_for, self.spec, self.context, self.tokenizer)
+        requests = [make(*prompt) for prompt in prompts]  # all are checked before weights are waited for
         with self._lock:
-            streams += (Stream(self, self._open().queue(request)) for request in requests)
+            engine = self._open()
+            streams = [Stream(self, engine.queue(request)) for request in requests]
         self._together(streams)
         return [r.vector for r in requests if r.vector is not None]
 
     @cached_property
-    def _reranker(self) -> Reranker:
+    def _ranker(self) -> DocumentRanker:
         try:
             template: ChatTemplate | None = self.chat_template
         except UsageError:  # it has none
             template = None
-        return Reranker(self.spec, self.tokenizer, template)
+        return DocumentRanker(self.spec, self.tokenizer, template)
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, token by token."""
@@ -307,7 +305,7 @@ class LLM:
     @property
     def in_place(self) -> bool:
         """Whether the model's file is read as it is, instead of a pack that was made of it."""
-        return isinstance(self._model, GGUFModel)
+        return not self.path.is_dir()  # a pack is one
 
     @property
     def small_files(self) -> SmallFiles:

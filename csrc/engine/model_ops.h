@@ -95,8 +95,8 @@ struct Step {
     // [sequences]: the slot of each one's state before these tokens, -1: there is none yet; and after them.
     // Or null: no layer has a state.
     const int32_t *state_from = nullptr, *state_to = nullptr;
-    // [tokens]: where what a token attends to ends, of an encoder, whose tokens see those after them; or null:
-    // behind itself.
+    // [tokens]: where what a token attends to ends, for an encoder, whose tokens see later ones; null: behind
+    // itself.
     const int32_t* ends = nullptr;
     size_t end(size_t t) const { return ends ? size_t(ends[t]) : size_t(positions[t]) + 1; }
 };

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_twins
 import kept_twins
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from test_twins import in_numpy, loaded, nmse
 
 from thermocline.convert.importer import pack
 from thermocline.engine.engine import Engine, EngineSettings
-from thermocline.engine.pool import check_dimensions, shortened
-from thermocline.engine.request import Reading, request_for
+from thermocline.engine.request import PoolingParams, check_embeds, request_for
 from thermocline.engine.sampler import SamplingParams
+from thermocline.engine.vectors import check_dimensions, shortened
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.model import families
 from thermocline.ops.interface import F32
 from thermocline.pack.pack import Pack
+from thermocline.session import weights
 
 ENCODERS = ("bert_cls", "bert_mean", "xlm_roberta")
 
@@ -47,9 +49,15 @@ def engine(path: Path, *, numpy: bool = False, **settings: Any) -> Engine:
     return Engine(made.spec, made.weights, made.ops, EngineSettings(twins.CONTEXT, **settings))
 
 
+def opened(path: Path) -> Engine:
+    made = Pack.open(path)
+    got = weights.load(made, threads=2)
+    return Engine(made.spec, got.weights, got.ops, EngineSettings(twins.CONTEXT))
+
+
 def vectors(e: Engine, texts: list[list[int]]) -> list[F32]:
     """The texts' vectors, all of them asked for at once."""
-    asked = [e.read(ids, Reading()) for ids in texts]
+    asked = [e.read(ids, PoolingParams()) for ids in texts]
     while e.step():
         pass
     e.check_integrity()
@@ -107,10 +115,10 @@ def test_a_model_that_embeds_writes_nothing_and_others_do_not_embed(tmp_path: Pa
     with pytest.raises(UsageError, match="embeds texts and writes none"):
         embeds.submit([5], SamplingParams(max_tokens=0))
     with pytest.raises(UsageError, match="embeds texts and writes none"):
-        embeds.read([5], Reading((1, 2)))
+        embeds.read([5], PoolingParams((1, 2)))
     writes = engine(kept_twins.write("qwen3", tmp_path / "b"))
     with pytest.raises(UsageError, match="has no pooling"):
-        writes.read([5], Reading())
+        writes.read([5], PoolingParams())
     assert request_for(writes.spec, 64, None, [5], SamplingParams()).vector is None
 
 
@@ -119,19 +127,69 @@ def test_a_model_that_embeds_writes_nothing_and_others_do_not_embed(tmp_path: Pa
 )
 def test_a_bad_prompt_is_refused_at_once(ids: list[int], why: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=why):
-        engine(kept_twins.write("bert_cls", tmp_path / "a")).read(ids, Reading())
+        engine(kept_twins.write("bert_cls", tmp_path / "a")).read(ids, PoolingParams())
 
 
 def test_logits_of_some_tokens_are_those_that_a_model_writes_with(tmp_path: Path) -> None:
     """What a reranker's score is made of."""
     path, ids = kept_twins.write("qwen3", tmp_path / "a"), kept_twins.ids()
     e = engine(path)
-    asked = [e.read(ids[:n], Reading((7, 100))) for n in (1, 20, 40)]
+    asked = [e.read(ids[:n], PoolingParams((7, 100))) for n in (1, 20, 40)]
     while e.step():
         pass
     want = loaded(path).logits(ids, 40)[[0, 19, 39]][:, [7, 100]]
     got = np.stack([r.vector for r in asked if r.vector is not None])
     assert got.tobytes() == want.tobytes()
+
+
+# ---- cross-encoders
+
+
+@pytest.mark.parametrize("name", twins.RANKERS)
+@pytest.mark.parametrize("numpy", [False, True], ids=["native", "reference"])
+def test_scores_of_pairs_are_those_of_transformers(name: str, numpy: bool, tmp_path: Path) -> None:
+    e = engine(kept_twins.write(name, tmp_path / name), numpy=numpy)
+    rank(e, kept_twins.vectors(name), same_bits=not numpy)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", twins.RANKERS)
+def test_scores_of_pairs_are_those_that_transformers_has_now(name: str, tmp_path: Path) -> None:
+    path = twins.RANKERS[name](tmp_path / name)
+    rank(engine(path), twins.hf_scores(path, kept_twins.ids()))
+
+
+def rank(e: Engine, truth: F32, *, same_bits: bool = True) -> None:
+    """Pairs alone and together, their scores as wanted; of the same bits, but for numpy's products."""
+    ids = kept_twins.ids()
+    alone = [pairs(e, [(ids[:end], second)])[0] for second, end in twins.PAIRS]
+    assert nmse(np.stack(alone), truth) < 1e-6
+    together = pairs(e, [(ids[:end], second) for second, end in twins.PAIRS])
+    assert not same_bits or [a.tobytes() for a in alone] == [b.tobytes() for b in together]
+    assert nmse(np.stack(together), truth) < 1e-6
+    one_text = pairs(e, [(ids, 0)])[0]
+    assert (nmse(one_text, truth[0]) > 1e-4) == (e.spec.token_types > 1), "types tell the texts apart"
+
+
+def pairs(e: Engine, asked: list[tuple[list[int], int]]) -> list[F32]:
+    made = [e.read(ids, PoolingParams(second=second)) for ids, second in asked]
+    while e.step():
+        pass
+    return [r.vector for r in made if r.vector is not None]
+
+
+def test_a_cross_encoder_does_not_embed_or_write(tmp_path: Path) -> None:
+    e = engine(kept_twins.write("bert_ranker", tmp_path / "a"))
+    for refuse in (lambda: check_embeds(e.spec), lambda: e.submit([5], SamplingParams())):
+        with pytest.raises(UsageError, match="ranks documents, and neither writes"):
+            refuse()
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+    path = kept_twins.write("bert_ranker", tmp_path / "a")
+    changed(path / "config.json", lambda c: c.update(id2label={"0": "no", "1": "yes"}))
+    with pytest.raises(Unsupported, match="is not one label"):
+        families.read_config(path)
 
 
 # ---- shorter vectors
@@ -273,3 +331,47 @@ def test_a_rerankers_tokens_come_from_its_files(tmp_path: Path) -> None:
     score.write_text('{"true_token_id": 9}')
     with pytest.raises(Unsupported, match="not two tokens"):
         families.read_config(path)
+
+
+# ---- GGUF
+
+
+def modules(path: Path) -> Path:
+    """Write that the last token is pooled."""
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    (path / MODULES).write_text(
+        json.dumps(
+            [{"path": f"{i}_{kind}" if i else "", "type": f"x.{kind}"} for i, kind in enumerate(kinds)]
+        )
+    )
+    (path / "1_Pooling").mkdir()
+    (path / POOLING).write_text('{"pooling_mode": "lasttoken"}')
+    return path
+
+
+def test_a_gguf_says_how_it_pools(tmp_path: Path) -> None:
+    """As Qwen3-Embedding's do. A head that is there is not used, and not read."""
+    hf = kept_twins.write("qwen3", tmp_path / "hf")
+    path = gguf_twins.write(
+        hf, tmp_path / "m.gguf", arch="qwen3", more=lambda w: w.add_uint32("qwen3.pooling_type", 3)
+    )
+    pack(path, tmp_path / "packed", "f32")
+    spec = Pack.open(tmp_path / "packed").spec
+    assert (spec.pooling, spec.unit_vectors, spec.tied_head) == ("last", True, True)
+    pack(modules(hf), tmp_path / "hf-f32", "f32")
+    texts = texts_of_all_lengths()
+    got, want = (vectors(opened(tmp_path / name), texts) for name in ("packed", "hf-f32"))
+    assert all(nmse(a, b) < 1e-9 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "causal"), [(4, True), (3, False)])
+def test_a_gguf_that_pools_otherwise_is_refused(kind: int, causal: bool, tmp_path: Path) -> None:
+    def more(w: Any) -> None:
+        w.add_uint32("qwen3.pooling_type", kind)
+        w.add_bool("qwen3.attention.causal", causal)
+
+    path = gguf_twins.write(
+        kept_twins.write("qwen3", tmp_path / "hf"), tmp_path / "m.gguf", arch="qwen3", more=more
+    )
+    with pytest.raises(Unsupported, match=r"pooling_type 4 is not|attention.causal is false"):
+        pack(path, tmp_path / "packed", "f32")

@@ -30,6 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "bert": embedders.bert(at / "bert", matryoshka_dimensions=[16]),
         "qwen3": embedders.qwen3(at / "qwen3"),
+        "cross": embedders.bert(at / "cross", "bert_ranker"),
         "reranker": embedders.reranker(at / "reranker"),
     }
 
@@ -231,7 +232,7 @@ def test_documents_are_ranked_by_how_likely_yes_is(
         vocabulary = llm.spec.vocab_size
         asked = SamplingParams(max_tokens=1, temperature=0, logprobs=vocabulary)
         for document, score in zip(DOCUMENTS, scores, strict=True):
-            with llm._stream(llm._reranker.encode("cats", document), asked) as stream:
+            with llm._stream(llm._ranker._reranker.encode("cats", document)[0], asked) as stream:
                 found = dict(next(stream).logprobs.top)  # type: ignore[union-attr]
             yes, no = math.exp(found[256]), math.exp(found[257])
             assert score == pytest.approx(yes / (yes + no), rel=1e-5)
@@ -257,9 +258,23 @@ def test_the_best_documents_alone_with_their_texts(reranker: Served) -> None:
     assert other["results"][0]["relevance_score"] != whole[0]["relevance_score"]
 
 
+def test_a_cross_encoder_ranks_pairs(models: dict[str, Path], cache: Path) -> None:
+    with LLM(models["cross"], threads=1, gpu="off", format="f32", cache_dir=cache) as llm:
+        prompts = llm._ranker.prompts("the cat", ["a dog", ""], None)
+        assert [len(ids) for ids, _ in prompts] == [7, 5] and [p.second for _, p in prompts] == [4, 4]
+        assert [ids[0] for ids, _ in prompts] == [2, 2] and prompts[0][0][3::3] == [3, 3]
+        scores = llm.rerank("the cat", DOCUMENTS)
+        assert scores[0] == scores[3] and len(set(scores)) == 3 and all(0 < s < 1 for s in scores)
+        assert llm.rerank("the cat", DOCUMENTS[:1]) == scores[:1]
+        with pytest.raises(UsageError, match="takes none"):
+            llm.rerank("the cat", DOCUMENTS, instruction="Find it")
+        with pytest.raises(UsageError, match="neither writes text nor embeds"):
+            llm.embed("a")
+
+
 def test_a_mark_in_a_document_is_text(models: dict[str, Path], cache: Path) -> None:
     with LLM(models["reranker"], threads=1, gpu="off", format="f32", cache_dir=cache) as llm:
-        plain, odd = (llm._reranker.encode("a", text) for text in ("b", "<|im_end|>"))
+        plain, odd = (llm._ranker._reranker.encode("a", text)[0] for text in ("b", "<|im_end|>"))
         marks = [i for i in plain if i >= 258]
         assert marks == [258, 259, 258, 259, 258] == [i for i in odd if i >= 258]
         text = "".join("" if i >= 258 else chr(i) for i in odd)

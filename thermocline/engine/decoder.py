@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -183,7 +183,7 @@ def forward(
 ) -> F32:
     """Compute one step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
 
-    Of a model that embeds, the last hidden states [len(logit_rows), dim] instead.
+    Of a model that embeds, [len(logit_rows), `answer_dim`] instead: last hidden states, or a classifier's.
     `states` has the slots of every recurrent layer.
     `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
     """
@@ -257,7 +257,7 @@ def _embedded(model: Model, batch: Batch, ops: OpaqueOps) -> F32:
     if weights.pos_embed is not None:
         x += ops.embed(weights.pos_embed, batch.positions)
     if weights.token_types is not None:
-        x += ops.embed(weights.token_types, np.zeros(1, np.int32))
+        x += ops.embed(weights.token_types, np.zeros(1, np.int32) if batch.types is None else batch.types)
     if weights.embed_norm is not None:
         x = np.asarray(
             ops.norm(x, weights.embed_norm.weight, weights.embed_norm.bias, spec.norm_eps, spec.norm)
@@ -311,8 +311,12 @@ def ffn_input(spec: ModelSpec, layer: Layer, h: F32, ops: OpaqueOps) -> F32:
 
 
 def _logits(model: Model, x: ResidualStream, ops: OpaqueOps) -> Logits:
-    """[rows, dim] -> [rows, vocab_size], or [rows, dim] of a model that embeds."""
+    """[rows, dim] -> [rows, vocab_size], or [rows, `answer_dim`] of a model that embeds."""
     weights = model.weights
+    if weights.classifier:
+        dense, out = weights.classifier
+        h = np.tanh(ops.matmul(dense.weight, np.asarray(x), dense.bias))
+        return cast("Logits", ops.matmul(out.weight, h, out.bias))
     normed = _norm(model.spec, weights.out_norm, x, ops)
     return ops.hidden(normed) if model.spec.embeds else ops.head(normed, weights.head, weights.project_out)
 

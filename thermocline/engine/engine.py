@@ -21,7 +21,7 @@ from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forw
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PrefillBudget, chunk_for
-from thermocline.engine.request import Chunk, Reading, Request, reading_for, request_for
+from thermocline.engine.request import Chunk, PoolingParams, Request, reading_for, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.state_pool import CHECKPOINTS, StatePool
 from thermocline.engine.traffic import Traffic
@@ -186,13 +186,13 @@ class Engine:
         """
         return self.queue(request_for(self.spec, self.context, self.tokenizer, prompt, params, constraint))
 
-    def read(self, prompt: Sequence[int], reading: Reading) -> Request:
+    def read(self, prompt: Sequence[int], pooling: PoolingParams) -> Request:
         """Queue a prompt whose vector is wanted: `request.vector`."""
-        return self.queue(reading_for(self.spec, self.context, self.tokenizer, prompt, reading))
+        return self.queue(reading_for(self.spec, self.context, self.tokenizer, prompt, pooling))
 
     def queue(self, request: Request) -> Request:
         request.submitted_s = self._clock()
-        request.names = [] if request.whole else list(self.kv.names(request.ids))
+        request.names = [] if self._uncached(request) else list(self.kv.names(request.ids))
         self.waiting.append(request)
         return request
 
@@ -277,11 +277,15 @@ class Engine:
 
     # -- schedule
 
+    def _uncached(self, request: Request) -> bool:
+        """Return whether nothing of a prompt is found: an encoder's keys depend on what comes after them."""
+        return request.whole or self.spec.bidirectional
+
     def _admit(self) -> None:
         """First come, first served: nobody overtakes a long request for which there is no room yet."""
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
-            table = self.kv.open([] if request.whole else request.ids)
+            table = self.kv.open([] if self._uncached(request) else request.ids)
             if not self.kv.grow(table, request.positions):
                 self.kv.close(table)
                 return
@@ -446,13 +450,21 @@ class Engine:
         sequence: list[int] = []
         wanted: list[int] = []
         ends: list[int] | None = [] if self.spec.bidirectional else None
+        types: list[int] = []
+        paired = self.spec.token_types > 1 and any(
+            s.request.pooling and s.request.pooling.second for s in spans
+        )
         for i, s in enumerate(spans):
             ids += s.request.ids[s.start : s.stop] if after is None else [0]
             positions += range(s.start, s.stop)
             sequence += [i] * (s.stop - s.start)
-            wanted += range(len(ids) - s.wanted, len(ids))
+            first = len(ids) - (s.stop - s.start)
+            wanted += [first] if self.spec.pooling == "cls" else range(len(ids) - s.wanted, len(ids))
             if ends is not None:
                 ends += [s.stop] * (s.stop - s.start)
+            if paired and s.request.pooling is not None:
+                second = s.request.pooling.second or s.stop
+                types += (int(p >= second) for p in range(s.start, s.stop))
         return Batch(
             ids=np.array(ids, np.int32),
             positions=np.array(positions, np.int32),
@@ -463,6 +475,7 @@ class Engine:
             state_from=state_from,
             state_to=state_to,
             ends=None if ends is None else np.array(ends, np.int32),
+            types=np.array(types, np.int32) if paired else None,
             after=after,
         )
 
@@ -495,7 +508,7 @@ class Engine:
         try:
             if request.scored and span.start < request.n_prompt and not isinstance(found, ChosenToken):
                 request.score(span.start, found)
-            if request.reading is not None and not isinstance(found, ChosenToken):
+            if request.pooling is not None and not isinstance(found, ChosenToken):
                 request.read(found)
             last = found if isinstance(found, ChosenToken) else found[-1]
             reason = self._answer(request, last) if span.stop == len(request.ids) else None

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.engine.sampler import check_finite
-from thermocline.errors import UsageError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32
 
@@ -22,23 +21,22 @@ class Pool:
     def __init__(self, spec: ModelSpec, n_prompt: int) -> None:
         self.whole, self.tokens = spec.pools_all, 0
         self._kind, self._unit, self._n = spec.pooling, spec.unit_vectors, n_prompt
-        self._sum = np.zeros(spec.dim)
+        self._sum = np.zeros(spec.answer_dim)
 
     def add(self, rows: F32) -> None:
-        """Take in the next tokens' hidden states [tokens, dim]; of `last`, the last one's alone.
+        """Take in the next tokens' rows [tokens, dim]; the only one, unless all are pooled.
 
         Raises NumericalError.
         """
         for row in rows:
             check_finite(row)
-            if self._kind != "cls" or not self.tokens:
-                self._sum += row
+            self._sum += row
             self.tokens += 1
         if not self.whole:
             self.tokens = self._n
 
     def vector(self) -> F32:
-        """Return the vector [dim]."""
+        """Return the vector [`answer_dim`]."""
         v = self._sum / self._n if self._kind == "mean" else self._sum
         return unit(v) if self._unit else v.astype(np.float32)
 
@@ -49,27 +47,3 @@ def unit(v: F32 | NDArray[np.float64]) -> F32:
     length = max(float(np.sqrt((wide * wide).sum())), SHORTEST)
     divided: F32 = (wide / length).astype(np.float32)
     return divided
-
-
-# ---- shorter vectors
-
-
-def check_dimensions(spec: ModelSpec, dimensions: int | None) -> None:
-    """Raise UsageError for a length that vectors of the model may not be cut to."""
-    if dimensions is None or dimensions == spec.dim:
-        return
-    if spec.matryoshka is None:
-        raise UsageError(
-            f"dimensions {dimensions}: this model's vectors have {spec.dim} numbers, and its config "
-            "does not say that they may be cut (is_matryoshka, matryoshka_dimensions); leave it out"
-        )
-    if not 1 <= dimensions <= spec.dim or (spec.matryoshka and dimensions not in spec.matryoshka):
-        known = ", ".join(map(str, spec.matryoshka)) or f"1 to {spec.dim}"
-        raise UsageError(f"dimensions {dimensions}: this model's vectors may be cut to {known}")
-
-
-def shortened(spec: ModelSpec, vector: F32, dimensions: int | None) -> F32:
-    """Return a vector's first numbers, as long again as it was if that was 1."""
-    if dimensions is None or dimensions == spec.dim:
-        return vector
-    return unit(vector[:dimensions]) if spec.unit_vectors else vector[:dimensions]

@@ -76,16 +76,18 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PoolingParams:
     """A prompt that is read and not continued. Its answer is a vector.
 
     logits_of  tokens whose logits behind the prompt are the vector; (): the model's own, which pools
+    second     where the second text of a pair begins; 0: there is one text
     """
 
     logits_of: tuple[int, ...] = ()
+    second: int = 0
 
 
-Asked = SamplingParams | Reading
+Asked = SamplingParams | PoolingParams
 
 
 class StopMatcher:
@@ -139,7 +141,7 @@ class Request:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    reading: Reading | None = None
+    pooling: PoolingParams | None = None
     pool: Pool | None = None  # of a model that embeds
     vector: F32 | None = None  # what was read, once it is there
     finish_reason: str | None = None
@@ -175,7 +177,7 @@ class Request:
 
     @property
     def whole(self) -> bool:
-        """Return whether all of the prompt is computed, whatever of it is cached."""
+        """Return whether all of the prompt is computed and wanted, whatever of it is cached."""
         return self.scored or (self.pool is not None and self.pool.whole)
 
     def read(self, rows: F32) -> None:
@@ -183,9 +185,9 @@ class Request:
         if self.pool is not None:
             self.pool.add(rows)
             self.vector = self.pool.vector() if self.pool.tokens == self.n_prompt else None
-        elif self.reading is not None:
+        elif self.pooling is not None:
             check_finite(rows[-1])
-            self.vector = rows[-1][list(self.reading.logits_of)]
+            self.vector = rows[-1][list(self.pooling.logits_of)]
 
     def score(self, start: int, logits: F32) -> None:
         """Score the prompt's tokens with the logits of positions from `start` on. Raises NumericalError."""
@@ -227,31 +229,43 @@ class Request:
 
 
 def reading_for(
-    spec: ModelSpec, context: int, tokenizer: Tokenizer | None, prompt: Sequence[int], reading: Reading
+    spec: ModelSpec, context: int, tokenizer: Tokenizer | None, prompt: Sequence[int], pooling: PoolingParams
 ) -> Request:
     """Make a request for a vector, as `request_for` makes one for text. Raises UsageError."""
-    if reading.logits_of and spec.embeds:
-        raise UsageError(_WRITES)
-    if not reading.logits_of:
+    if pooling.logits_of:
+        check_writes(spec)
+    elif not spec.classifies:
         check_embeds(spec)
-    if any(not 0 <= i < spec.vocab_size for i in reading.logits_of):
+    if any(not 0 <= i < spec.vocab_size for i in pooling.logits_of):
         raise UsageError(
-            f"logits of tokens {reading.logits_of} are asked for; they are 0 to {spec.vocab_size - 1}"
+            f"logits of tokens {pooling.logits_of} are asked for; they are 0 to {spec.vocab_size - 1}"
         )
     made = _request(spec, context, tokenizer, prompt, SamplingParams(max_tokens=0, seed=0), None)
     pool = Pool(spec, made.n_prompt) if spec.embeds else None
-    return replace(made, reading=reading, pool=pool)
+    return replace(made, pooling=pooling, pool=pool)
+
+
+def check_writes(spec: ModelSpec) -> None:
+    """Raise UsageError for a model that gives no logits of a next token."""
+    if spec.embeds:
+        raise UsageError(_RANKS if spec.classifies else _WRITES)
 
 
 def check_embeds(spec: ModelSpec) -> None:
     """Raise UsageError for a model that makes no vectors of texts."""
     if not spec.embeds:
         raise UsageError(_NO_VECTORS)
+    if spec.classifies:
+        raise UsageError(_RANKS)
 
 
 _WRITES = (
     "this model embeds texts and writes none: POST /v1/embeddings, `LLM.embed` in Python; "
     "choose another model to generate"
+)
+_RANKS = (
+    "this model ranks documents, and neither writes text nor embeds it: POST /v1/rerank, `LLM.rerank` in "
+    "Python; choose another model"
 )
 _NO_VECTORS = (
     "this model writes text and has no pooling that makes vectors of texts; serve an embedding model, "
@@ -271,8 +285,7 @@ def request_for(
 
     `constraint` is that of `params.grammar`, for this request alone. Raises UsageError.
     """
-    if spec.embeds:
-        raise UsageError(_WRITES)
+    check_writes(spec)
     return _request(spec, context, tokenizer, prompt, params, constraint)
 
 

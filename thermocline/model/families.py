@@ -77,7 +77,7 @@ def _with_pooling(
 ) -> Read:
     """Return the model as the files beside its config.json let it answer: by text, vectors or scores."""
     name, modules = str(path / "config.json"), pooling.read_modules(path)
-    if modules.pooling != "none":
+    if modules.pooling != "none" and not spec.classifies:
         return pooling.embedding(spec, tensor_map, modules, config, name)
     if _family(config, name).bare:
         raise Unsupported(
@@ -617,6 +617,9 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": Family("olmo2", dense.olmo2),
     "Olmo3ForCausalLM": Family("olmo3", dense.olmo3),
     "BertModel": Family("bert", encoders.bert, bare=True),
+    "BertForSequenceClassification": Family("bert", encoders.bert_classifier),
+    "RobertaForSequenceClassification": Family("roberta", encoders.xlm_roberta_classifier),
+    "XLMRobertaForSequenceClassification": Family("xlm-roberta", encoders.xlm_roberta_classifier),
     "RobertaModel": Family("roberta", encoders.xlm_roberta, bare=True),
     "XLMRobertaModel": Family("xlm-roberta", encoders.xlm_roberta, bare=True),
 }

@@ -33,6 +33,10 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("unsloth_fixed", "use_bfloat16", "tf_legacy_loss", "prefix", "finetuning_task"), _CODE),
     **dict.fromkeys(("torch_dtype", "dtype"), "each tensor says its own dtype"),
     **dict.fromkeys(("pad_token_id", "sep_token_id", "decoder_start_token_id"), "nothing is padded here"),
+    **dict.fromkeys(
+        ("sentence_transformers", "sbert_ce_default_activation_function"),
+        "how a score is shown; it is a probability here, in the same order",
+    ),
     **dict.fromkeys(("is_matryoshka", "matryoshka_dimensions"), "`pooling.py` reads them"),
     **dict.fromkeys(("id2label", "label2id", "problem_type", "task_specific_params"), "for classifiers"),
     **dict.fromkeys(("do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams"), _SAMPLING),

@@ -290,7 +290,10 @@ class ModelSpec:
     score_tokens: tuple[int, ...] = later(())
     bidirectional: bool = later(False)  # an encoder: a token attends to those after it too
     embed_norm: bool = later(False)  # a norm of the sum of a token's embeddings
-    token_types: int = later(0)  # rows of a table of types; a token's embeddings include the first one
+    # Rows of a table of types. A token's embeddings include the first; in a pair's second text, the next.
+    token_types: int = later(0)
+    # A classifier: its vector passes a matrix, tanh and another matrix, which leaves one number for the text.
+    classifies: bool = later(False)
 
     @property
     def embeds(self) -> bool:
@@ -299,8 +302,13 @@ class ModelSpec:
 
     @property
     def pools_all(self) -> bool:
-        """Return whether its vectors are made of more than the last token, whose row others may need too."""
-        return self.pooling in ("mean", "cls")
+        """Return whether its vectors are made of all of a text's tokens."""
+        return self.pooling == "mean"
+
+    @property
+    def answer_dim(self) -> int:
+        """Return the numbers of what it says of a text, where it embeds."""
+        return 1 if self.classifies else self.dim
 
     @property
     def sparse(self) -> bool:
@@ -711,6 +719,8 @@ def _pooling_problems(s: ModelSpec) -> list[tuple[str, bool]]:
     return [
         ("unit_vectors and matryoshka need pooling",
          not s.embeds and (s.unit_vectors or s.matryoshka is not None)),
+        ("pooling cls is for encoders", s.pooling == "cls" and not s.bidirectional),
+        ("classifies needs an encoder's plain cls", s.classifies and (s.pooling != "cls" or s.unit_vectors)),
         ("score_tokens are not two tokens of a model that writes",
          bool(s.score_tokens) and (s.embeds or len(s.score_tokens) != 2
                                    or not all(0 <= i < s.vocab_size for i in s.score_tokens))),

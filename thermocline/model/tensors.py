@@ -247,6 +247,11 @@ def expected_tensors(
         norm("out_norm")
     if spec.embed_dim is not None:
         matrix("project_out.weight", "head", spec.embed_dim, spec.dim)
+    if spec.classifies:  # f32: as large as a thousandth of the model, and all of its answer
+        matrix("classifier.dense.weight", "head", spec.dim, spec.dim, format="f32")
+        vector("classifier.dense.bias", "head", spec.dim, optional=False)
+        matrix("classifier.out.weight", "head", 1, spec.dim, format="f32")
+        vector("classifier.out.bias", "head", 1, optional=False)
     if not spec.tied_head:
         matrix("head.weight", "head", spec.vocab_size, spec.embed_dim or spec.dim)
         vector("head.bias", "head", spec.vocab_size)

@@ -32,6 +32,7 @@ from thermocline.engine.kv_cache import (
     in_ram,
 )
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
+from thermocline.engine.request import check_writes
 from thermocline.engine.sampler import check_finite
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import UsageError
@@ -72,6 +73,7 @@ def windows(tokenizer: Tokenizer, text: str, context: int, limit: int | None = N
 
 
 def check_context(spec: ModelSpec, context: int) -> None:
+    check_writes(spec)
     if not SMALLEST <= context <= spec.max_context:
         raise UsageError(
             f"windows of {context} tokens were asked for; this model reads {SMALLEST} to {spec.max_context}"

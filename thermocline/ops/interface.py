@@ -256,6 +256,7 @@ class Weights:
     token_inputs: TokenInputs | None = None
     token_types: WeightMatrix | None = None  # [types, dim]
     embed_norm: Norm | None = None  # of the sum of a token's embeddings
+    classifier: tuple[Linear, ...] = ()  # [dim, dim], and behind a tanh [1, dim]
 
 
 @dataclass(frozen=True)
@@ -343,6 +344,7 @@ class Batch:
     # Of encoders: one more than the last position that a token attends to, its sequence's last, whose tokens
     # are all in this batch. None: its own.
     ends: I32 | None = None  # [tokens]
+    types: I32 | None = None  # [tokens]: rows of the table of types; None: the first
     # The step that chooses `ids`, which hold nothing yet: row r has the token of its row r.
     after: ChoosingStep | None = field(default=None, kw_only=True)
 

@@ -520,6 +520,7 @@ def assemble(made: PackInMemory, name: str) -> Weights:
         token_inputs=made.token_inputs(),
         token_types=made.matrix("token_types.weight") if spec.token_types else None,
         embed_norm=made.norm("embed_norm"),
+        classifier=tuple(made.linear(f"classifier.{n}") for n in ("dense", "out")) if spec.classifies else (),
     )
     _check_routers(weights, made.ops, name)
     return weights

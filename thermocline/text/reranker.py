@@ -1,6 +1,7 @@
 """Prompts that ask a model how relevant a document is to a query, and scores of what it answers.
 
-The model writes "yes" or "no": its score is the probability of yes among the two.
+A model that writes says "yes" or "no": its score is the probability of yes among the two. A cross-encoder
+reads both texts as a pair, and gives the logit of its score itself.
 """
 
 from __future__ import annotations
@@ -39,23 +40,33 @@ class Reranker:
 
         Raises UsageError for a model that does not rank documents.
         """
+        self._tokenizer, self.logits_of, self._template = tokenizer, spec.score_tokens, None
+        # RoBERTa's pairs have no types, and two marks between the texts.
+        self._pairs, self._between = spec.classifies, 2 if spec.token_types == 1 else 1
+        if self._pairs:
+            return
         if not spec.score_tokens:
             raise UsageError(NOT_A_RERANKER)
         own = template is not None and all(role in template.source for role in ("query", "document"))
-        self._template = template if own else None
+        if own:
+            self._template = template
         controls = {t.content for t in tokenizer.added}
         if not own and not controls >= {"<|im_start|>", "<|im_end|>"}:
             raise UsageError(
                 "this reranker's chat template has no roles for a query and a document, and its tokenizer "
                 "not the marks of Qwen3-Reranker's prompt; give a template with --template FILE"
             )
-        self.logits_of = spec.score_tokens
         self._encoder = GuardedEncoder(tokenizer, "".join(_PARTS))
 
-    def encode(self, query: str, document: str, instruction: str | None = None) -> list[int]:
-        """Return the prompt. A mark that a text spells out is text. Raises UsageError."""
+    def encode(self, query: str, document: str, instruction: str | None = None) -> tuple[list[int], int]:
+        """Return the prompt, and where the second text of a pair begins.
+
+        A mark that a text spells out is text. Raises UsageError.
+        """
+        if self._pairs:
+            return self._pair(query, document, instruction)
         if self._template is not None:
-            return self._rendered(query, document, instruction)
+            return self._rendered(query, document, instruction), 0
         said: list[str] = []
         spans: list[Span] = []
         at = 0
@@ -64,7 +75,19 @@ class Reranker:
             spans.append((at, at + len(part), OWN))
             said += (part, text)
             at += len(part) + len(text)
-        return self._encoder.encode("".join(said), spans, 0, at)
+        return self._encoder.encode("".join(said), spans, 0, at), 0
+
+    def _pair(self, query: str, document: str, instruction: str | None) -> tuple[list[int], int]:
+        """Return both texts with their marks, the second's first being one that parts them."""
+        if instruction is not None:
+            raise UsageError("instruction: this reranker takes none; leave it out, or put it into the query")
+        first, second = (self._tokenizer.encode(text) for text in (query, document))
+        if len(first) < 2 or len(second) < 2:
+            raise UsageError(
+                "this reranker's tokenizer puts no marks around a text: pairs cannot be told apart"
+            )
+        parting = first[-1:] * (self._between - 1)
+        return [*first, *parting, *second[1:]], len(first) + len(parting)
 
     def _rendered(self, query: str, document: str, instruction: str | None) -> list[int]:
         assert self._template is not None
@@ -76,6 +99,6 @@ class Reranker:
 
     @staticmethod
     def score(logits: Iterable[float]) -> float:
-        """Return the probability of yes, of the logits of yes and no."""
-        yes, no = (float(x) for x in logits)
-        return 1 / (1 + math.exp(min(no - yes, 700.0)))
+        """Return the probability of yes, of the logits of yes and no, or of their difference."""
+        yes, *no = (float(x) for x in logits)
+        return 1 / (1 + math.exp(min(sum(no) - yes, 700.0)))

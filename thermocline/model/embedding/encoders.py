@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, read_spec
@@ -29,7 +30,23 @@ _DEFAULTS: dict[str, Any] = {
 }
 # Keys with the only values that are computed.
 _ONLY: dict[str, Any] = {"position_embedding_type": "absolute", "is_decoder": False}
-_IGNORED = (r"pooler\.dense\.(weight|bias)", r"embeddings\.(position_ids|token_type_ids)")
+_IGNORED = (
+    r"(roberta\.)?pooler\.dense\.(weight|bias)",
+    r"(bert\.|roberta\.)?embeddings\.(position_ids|token_type_ids)",
+)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The names of a classifier's encoder, and of the matrices before and behind its tanh."""
+
+    root: str
+    dense: str
+    out: str
+
+
+_BERT_HEAD = _Head("bert.", "bert.pooler.dense", "classifier")
+_ROBERTA_HEAD = _Head("roberta.", "classifier.dense", "classifier.out_proj")
 
 
 def bert(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
@@ -37,15 +54,28 @@ def bert(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
     return _encoder(keys, stop, "bert", first_position=0)
 
 
+def bert_classifier(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
+    """A cross-encoder: a BERT that reads two texts and says how much they have to do with each other."""
+    return _encoder(keys, stop, "bert", first_position=0, head=_BERT_HEAD)
+
+
 def xlm_roberta(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
     """XLM-RoBERTa (arXiv 1911.02116) and RoBERTa: a BERT whose positions begin behind the padding's."""
-    keys.with_defaults({"pad_token_id": 1, "layer_norm_eps": 1e-5, "output_past": None}).raw("output_past")
-    first = 1 + keys.with_defaults({"pad_token_id": 1}).integer("pad_token_id", 0, 1 << 16)
-    return _encoder(keys, stop, "xlm-roberta", first_position=first)
+    return _encoder(keys, stop, "xlm-roberta", first_position=_behind_padding(keys))
+
+
+def xlm_roberta_classifier(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
+    """Read a cross-encoder of the same kind: BGE's rerankers."""
+    return _encoder(keys, stop, "xlm-roberta", first_position=_behind_padding(keys), head=_ROBERTA_HEAD)
+
+
+def _behind_padding(keys: ConfigKeys) -> int:
+    keys.with_defaults({"output_past": None}).raw("output_past")
+    return 1 + keys.with_defaults({"pad_token_id": 1}).integer("pad_token_id", 0, 1 << 16)
 
 
 def _encoder(
-    keys: ConfigKeys, stop: Any, architecture: str, *, first_position: int
+    keys: ConfigKeys, stop: Any, architecture: str, *, first_position: int, head: _Head | None = None
 ) -> tuple[ModelSpec, TensorMap]:
     keys.with_defaults(_DEFAULTS | {"classifier_dropout": None, "gradient_checkpointing": False})
     for key in ("pad_token_id", "classifier_dropout", "gradient_checkpointing"):
@@ -72,21 +102,35 @@ def _encoder(
         gated=False,
         position="learned",
         tied_head=True,
-        pooling="mean",  # unless the files beside the config say another one
+        # Of one that embeds, the files beside the config say which.
+        pooling="mean" if head is None else "cls",
+        classifies=head is not None,
         bidirectional=True,
         embed_norm=True,
         token_types=types,
     )
     keys.raw("tie_word_embeddings")
-    made = tensors(spec, _NAMES, ("norm", "qkv", "attn_out", "ffn"))
+    root = "" if head is None else head.root
+    made = tensors(spec, replace(_NAMES, root=root), ("norm", "qkv", "attn_out", "ffn"))
     made.tensors["pos_embed.weight"] = (
         SourceSlice(
-            "embeddings.position_embeddings.weight", (rows, spec.dim), (range(first_position, rows),)
+            f"{root}embeddings.position_embeddings.weight", (rows, spec.dim), (range(first_position, rows),)
         ),
     )
     made.tensors["token_types.weight"] = (
-        SourceSlice("embeddings.token_type_embeddings.weight", (types, spec.dim)),
+        SourceSlice(f"{root}embeddings.token_type_embeddings.weight", (types, spec.dim)),
     )
     for part in ("weight", "bias"):
-        made.tensors[f"embed_norm.{part}"] = (SourceSlice(f"embeddings.LayerNorm.{part}", (spec.dim,)),)
+        made.tensors[f"embed_norm.{part}"] = (SourceSlice(f"{root}embeddings.LayerNorm.{part}", (spec.dim,)),)
+    if head is not None:
+        _check_labels(keys)
+        for ours, theirs, size in (("dense", head.dense, spec.dim), ("out", head.out, 1)):
+            made.tensors[f"classifier.{ours}.weight"] = (SourceSlice(f"{theirs}.weight", (size, spec.dim)),)
+            made.tensors[f"classifier.{ours}.bias"] = (SourceSlice(f"{theirs}.bias", (size,)),)
     return spec, TensorMap(made.tensors, (*made.ignored, *_IGNORED), head="")
+
+
+def _check_labels(keys: ConfigKeys) -> None:
+    labels = keys.with_defaults({"id2label": {}}).raw("id2label")
+    if not isinstance(labels, dict) or len(labels) != 1:
+        raise keys.unsupported("id2label", "is not one label: only classifiers that rank are supported")

@@ -36,7 +36,7 @@ QWEN_YES_NO = (9693, 2152)
 
 @dataclass(frozen=True)
 class Modules:
-    """What a modules.json lists behind the transformer."""
+    """The modules that a modules.json lists behind the transformer."""
 
     pooling: str = "none"
     unit_vectors: bool = False

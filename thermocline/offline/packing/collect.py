@@ -11,6 +11,7 @@ import numpy as np
 from thermocline import _native
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.engine.request import check_writes
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
 from thermocline.model import quant
@@ -176,7 +177,11 @@ def collect(
     window: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Moments:
-    """Return the moments over texts [texts, tokens]. Raises NumericalError."""
+    """Return the moments over texts [texts, tokens].
+
+    Raises NumericalError, and UsageError for a model that embeds.
+    """
+    check_writes(spec)
     ops = InputCollector(threads, spec, window)
     context = texts.shape[1]
     model = bind(for_context(spec, context), weights, ops)

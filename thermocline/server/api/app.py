@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from thermocline.server.api import activity, generation, metrics, model_routes, openapi
-from thermocline.server.api.agents import messages_routes, responses_routes
+from thermocline.server.api.agents import routes as agent_routes
 from thermocline.server.api.models.hold import Holding
 from thermocline.server.api.responses import HANDLERS
 from thermocline.server.api.state import Api
@@ -37,8 +37,7 @@ def routes(api: Api) -> list[Route]:
         *model_routes.routes(api),
         *generation.routes(api),
         *vector_routes.routes(api),
-        *responses_routes.routes(api),
-        *messages_routes.routes(api),
+        *agent_routes.routes(api),
         *metrics.routes(api.metrics),
         *openapi.routes(api.keys, limits, api.models.vocabulary),
         *activity.routes(api.models, limits.limit_ping_s, limits.limit_onlookers),

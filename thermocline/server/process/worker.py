@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 from thermocline.engine.engine import Engine
 from thermocline.engine.live_activity import ActivityMeter, ActivityReport
-from thermocline.engine.request import Asked, Reading, Request
+from thermocline.engine.request import Asked, PoolingParams, Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
 from thermocline.llm import LLM, opened_model
@@ -241,7 +241,7 @@ class EngineWorker:
 
     def _submit(self, job: int, ids: list[int], params: Asked) -> None:
         try:
-            if isinstance(params, Reading):
+            if isinstance(params, PoolingParams):
                 self._jobs[job] = self._engine.read(ids, params)
                 return
             constraint = self._llm.constraint(params, checked=True)  # the other process has checked it

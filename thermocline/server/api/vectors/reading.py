@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thermocline.engine.request import Reading, reading_for
+from thermocline.engine.request import PoolingParams, reading_for
+from thermocline.engine.vectors import Prompt
 from thermocline.errors import UsageError
 from thermocline.ops.interface import F32
 from thermocline.server.api.model import ServedModel
@@ -30,13 +31,13 @@ def check_length(model: ServedModel, where: str, *texts: str) -> None:
         )
 
 
-def check(model: ServedModel, ids: list[int], reading: Reading, where: str) -> None:
+def check(model: ServedModel, ids: list[int], pooling: PoolingParams, where: str) -> None:
     """Refuse a prompt that the engine would refuse, before any is queued."""
     if len(ids) > model.context:
         why = f"{where}: it has {len(ids)} tokens, the context holds {model.context}; texts are not cut"
         raise _too_long(model, why, where)
     try:
-        reading_for(model.spec, model.context, model.tokenizer, ids, reading)
+        reading_for(model.spec, model.context, model.tokenizer, ids, pooling)
     except UsageError as e:
         raise Refusal(400, f"{where}: {e}", param=where) from None
 
@@ -47,14 +48,12 @@ def _too_long(model: ServedModel, why: str, where: str) -> Refusal:
     )
 
 
-async def read(
-    api: Api, model: ServedModel, prompts: Sequence[list[int]], reading: Reading
-) -> list[F32]:
+async def read(api: Api, model: ServedModel, prompts: Sequence[Prompt]) -> list[F32]:
     """Return the vectors of prompts, in their order. Raises the first error of one of them."""
     step = AT_ONCE * model.max_batch
     found: dict[int, F32] = {}
     for first in range(0, len(prompts), step):
-        some = [(ids, reading) for ids in prompts[first : first + step]]
+        some = prompts[first : first + step]
         # One that was in the queue goes on.
         jobs = model.engine.submit(some) if first else api.submit(model, some)
         try:  # if the client leaves, the guard cancels this

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from thermocline.engine.pool import check_dimensions, shortened
-from thermocline.engine.request import Reading, check_embeds
+from thermocline.engine.request import PoolingParams, check_embeds
+from thermocline.engine.vectors import Prompt, check_dimensions, shortened
 from thermocline.errors import UsageError
 from thermocline.ops.interface import F32
 from thermocline.server.api.model import ServedModel
@@ -50,9 +50,9 @@ class _VectorRoutes:
             raise Refusal(400, str(e), param="dimensions") from None
         prompts = await self._api.prompt(partial(_ids_of_inputs, model, prompts_of(r.input)))
         given.done()
-        vectors = await read(self._api, model, prompts, Reading())
+        vectors = await read(self._api, model, prompts)
         coded = r.encoding_format == "base64"
-        used = sum(map(len, prompts))
+        used = sum(len(ids) for ids, _ in prompts)
         return await large(lambda: _embeddings(model, vectors, r.dimensions, coded, used))
 
     async def rerank(self, request: Request) -> Response:
@@ -63,34 +63,35 @@ class _VectorRoutes:
             raise Refusal(400, model.why_no_reranker)
         prompts = await self._api.prompt(partial(_ids_of_pairs, model, r))
         given.done()
-        logits = await read(self._api, model, prompts, Reading(model.reranker.logits_of))
+        logits = await read(self._api, model, prompts)
         scores = [model.reranker.score(v) for v in logits]
-        return await large(lambda: _ranking(model, r, scores, sum(map(len, prompts))))
+        return await large(lambda: _ranking(model, r, scores, sum(len(ids) for ids, _ in prompts)))
 
 
-def _ids_of_inputs(model: ServedModel, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+def _ids_of_inputs(model: ServedModel, inputs: Sequence[str | list[int]]) -> list[Prompt]:
     """Return the prompts of texts, each with the tokens that the model expects around it, and of tokens."""
-    found = []
+    found: list[Prompt] = []
     for i, one in enumerate(inputs):
         where = "input" if len(inputs) == 1 else f"input.{i}"
         if isinstance(one, str):
             check_length(model, where, one)
             one = model.tokenizer.encode(one)
-        check(model, one, Reading(), where)
-        found.append(one)
+        check(model, one, PoolingParams(), where)
+        found.append((one, PoolingParams()))
     return found
 
 
-def _ids_of_pairs(model: ServedModel, r: RerankRequest) -> list[list[int]]:
+def _ids_of_pairs(model: ServedModel, r: RerankRequest) -> list[Prompt]:
     reranker = model.reranker
     assert reranker is not None
-    found = []
+    found: list[Prompt] = []
     for i, document in enumerate(r.documents):
         where, text = f"documents.{i}", _text(document)
         check_length(model, where, r.query, text, r.instruction or "")
-        ids = reranker.encode(r.query, text, r.instruction)
-        check(model, ids, Reading(reranker.logits_of), where)
-        found.append(ids)
+        ids, second = reranker.encode(r.query, text, r.instruction)
+        pooling = PoolingParams(reranker.logits_of, second)
+        check(model, ids, pooling, where)
+        found.append((ids, pooling))
     return found
 
 
