@@ -36,7 +36,7 @@ class DocumentRanker:
     """A reranker's queries and documents as prompts, and their vectors as scores."""
 
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        """As `Reranker`'s."""
+        """Take what `Reranker` takes, and raise what it raises."""
         self._reranker = Reranker(spec, tokenizer, template)
 
     def prompts(self, query: str, documents: Sequence[str], instruction: str | None) -> list[Prompt]:
