@@ -159,8 +159,8 @@ def record() -> None:
     RECORDED.update(kept)
     with tempfile.TemporaryDirectory() as base:
         truth = {name: twins.hf_logits(write(name, Path(base) / name), ids()) for name in LOGITS}
-        for make, names in ((twins.hf_vectors, twins.EMBEDDERS), (twins.hf_scores, twins.RANKERS)):
-            truth |= {name: make(write(name, Path(base) / name), ids()) for name in names}
+        for truth_of, names in ((twins.hf_vectors, twins.EMBEDDERS), (twins.hf_scores, twins.RANKERS)):
+            truth |= {name: truth_of(write(name, Path(base) / name), ids()) for name in names}
     np.savez_compressed(TRUTH, allow_pickle=False, **truth)
 
 

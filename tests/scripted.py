@@ -12,7 +12,7 @@ from typing import Any
 
 from serving import TEMPLATE
 
-from thermocline.engine.request import Chunk, Figures
+from thermocline.engine.request import Asked, Chunk, Figures
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure, ThermoclineError
 from thermocline.files.small_files import FilesOfDirectory
@@ -54,12 +54,13 @@ class ScriptedEngine(EngineProcess):
     def start(self) -> None:
         self.state, self.slots = "ready", 4
 
-    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
+    def submit(self, prompts: Sequence[tuple[Sequence[int], Asked]]) -> Jobs:
         jobs = [next(self._numbers) for _ in prompts]
         work = Jobs(self, jobs)
         self._awaited |= dict.fromkeys(jobs, work)
         self.prompts.append(list(prompts[0][0]))
-        self.asked.append(prompts[0][1])
+        if isinstance(asked := prompts[0][1], SamplingParams):
+            self.asked.append(asked)
         self.playing = asyncio.gather(*map(self._play, jobs))
         return work
 

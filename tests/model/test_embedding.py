@@ -86,7 +86,8 @@ def test_a_vector_has_the_same_bits_in_any_batch(name: str, tmp_path: Path) -> N
     path = kept_twins.write(name, tmp_path / name)
     texts = texts_of_all_lengths()
     fresh = [vectors(engine(path, max_batch=1), [ids])[0] for ids in texts]
-    for settings in ({"max_batch": 1}, {"max_batch": 4}, {"max_batch": 11, "kv_tokens": 704}):
+    batches: list[dict[str, Any]] = [{"max_batch": 1}, {"max_batch": 4}, {"max_batch": 11, "kv_tokens": 704}]
+    for settings in batches:
         e = engine(path, **settings)
         for order in (1, -1):
             got = vectors(e, texts[::order])[::order]
