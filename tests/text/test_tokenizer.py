@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import embedders
 import pytest
 
 from thermocline.convert.pretokenizers import PRE_TOKENIZERS
@@ -336,11 +337,13 @@ def test_vocabulary_and_eos_are_the_models(tmp_path: Path) -> None:
     assert (tok.vocab_size, tok.eos_ids) == (300, (1,))
 
 
-@pytest.mark.parametrize("decoder", [{"type": "WordPiece", "prefix": "##", "cleanup": True}, None])
+@pytest.mark.parametrize(
+    "decoder", [{"type": "CTC", "pad_token": "_", "word_delimiter_token": "|", "cleanup": True}, None]
+)
 def test_a_decoder_we_do_not_know_is_refused_by_name(tmp_path: Path, decoder: Any) -> None:
     path = byte_level(tmp_path) / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "decoder": decoder}))
-    with pytest.raises(Unsupported, match="WordPiece" if decoder else "no decoder"):
+    with pytest.raises(Unsupported, match="CTC" if decoder else "no decoder"):
         Tokenizer(tmp_path)
 
 
@@ -392,8 +395,7 @@ def _long_pieces(t: dict[str, Any]) -> None:
     t["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
 
 
-BERT = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
-        "lowercase": True}  # fmt: skip
+SPLIT = {"type": "CharDelimiterSplit", "delimiter": ","}
 ATTACKS: dict[str, tuple[Change, str]] = {
     "a long replacement": (_replaces("b" * 1_000_000), "normalizer's Replace writes 1000000 characters"),
     "replacements that multiply": (_replaces(*["a" * 32] * 8), "normalizer makes a text .* times as long"),
@@ -405,9 +407,9 @@ ATTACKS: dict[str, tuple[Change, str]] = {
     ),
     "a text a thousand times": (_set(post_processor=_template(1000, 0)), "writes a text 1000 times"),
     "tokens around a text": (_set(post_processor=_template(1, 9999)), "puts 9999 tokens around a text"),
-    "unlimited words": (_wordpiece, "model has a WordPiece step, which Thermocline does not know"),
+    "unlimited words": (_wordpiece, "splits words of 1000000000 characters"),
     "long pieces": (_long_pieces, "a token of 4900 characters"),
-    "another family's part": (_set(normalizer=BERT), "normalizer has a BertNormalizer step"),
+    "another family's part": (_set(pre_tokenizer=SPLIT), "pre_tokenizer has a CharDelimiterSplit step"),
 }
 
 
@@ -536,3 +538,12 @@ def test_a_real_tokenizer_round_trips_and_streams_random_ids(name: str) -> None:
     for _ in range(300):
         ids = [rng.randrange(tok.vocab_size) for _ in range(rng.randrange(100))]
         assert "".join(pushed(tok, ids)) == tok.decode(ids) == lib.decode(ids)
+
+
+def test_pieces_of_words_are_joined_as_the_library_joins_them(tmp_path: Path) -> None:
+    path = embedders.bert(tmp_path / "bert")
+    tok, lib = Tokenizer(path), library(path)
+    for text in ("The cat sat on a mat.", "unseen dogs, ran. All", "the", "", "caf\u00e9 \u4f60 xyz"):
+        ids = tok.encode(text)
+        assert ids == lib.encode(text).ids
+        assert tok.decode(ids) == lib.decode(ids)

@@ -10,7 +10,7 @@ from thermocline.errors import UsageError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32
 from thermocline.text.chat_template import ChatTemplate
-from thermocline.text.reranker import Reranker
+from thermocline.text.prompts.reranker import Reranker
 from thermocline.text.tokenizer import Tokenizer
 
 Prompt = tuple[list[int], PoolingParams]

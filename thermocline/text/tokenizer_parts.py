@@ -37,6 +37,7 @@ MOST_PATTERN = 4096  # characters; DeepSeek's have 900
 MOST_WRITTEN = 64  # characters that a part inserts; known files have 3
 MOST_GROWTH = 256  # of a text, by all replacements together; known files have 1
 MOST_TOKEN = 4096  # characters of one; known files have 128, and runs of 512 spaces
+MOST_WORD = 1024  # characters that WordPiece splits, in a time that grows with their square; known files: 100
 MOST_AROUND = 64  # tokens put around a text
 MOST_ID = 1 << 21
 MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; known files have 320 thousand
@@ -116,6 +117,12 @@ def _growth(part: Part) -> float:
     if part["type"] == "BertNormalizer":
         return 3.0  # a space on both sides of a Chinese character
     return 1.0
+
+
+def check_words(longest: int) -> None:
+    """Raise UnusableTokenizer for a WordPiece that looks for pieces in words of any length."""
+    if longest > MOST_WORD:
+        raise UnusableTokenizer(f"splits words of {longest} characters (limit {MOST_WORD})")
 
 
 def check_tokens(vocabulary: dict[str, int]) -> int:

@@ -17,7 +17,15 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from thermocline.text.confinement import Bounds, serve
-from thermocline.text.tokenizer_parts import CONTROL, MARKER, PARTS, UnusableTokenizer, check, check_tokens
+from thermocline.text.tokenizer_parts import (
+    CONTROL,
+    MARKER,
+    PARTS,
+    UnusableTokenizer,
+    check,
+    check_tokens,
+    check_words,
+)
 
 # Measured with 262,144 tokens and with GPT-NeoX: 0.03 us and 22 bytes for a byte of the file, 0.6 us and
 # 210 bytes for a byte of text. The margins allow for slow machines and for texts that normalising lengthens.
@@ -147,6 +155,7 @@ def _library(data: bytes) -> Any:
     tok.no_truncation()  # some files cut or pad prompts, which would go unnoticed
     tok.no_padding()
     check("model", {"type": type(tok.model).__name__})
+    check_words(getattr(tok.model, "max_input_chars_per_word", 0))
     for kind in PARTS.keys() - {"model"}:
         check(kind, _state(getattr(tok, kind)))
     return tok

@@ -160,5 +160,5 @@ def called_qwen_reranker(*names: Any) -> bool:
 
 def yes_or_no(spec: ModelSpec) -> ModelSpec:
     """Return the spec of Qwen3-Reranker, whose files do not say which tokens are its answer."""
-    fits = spec.architecture == "qwen3" and max(QWEN_YES_NO) < spec.vocab_size
+    fits = not spec.embeds and max(QWEN_YES_NO) < spec.vocab_size
     return replace(spec, score_tokens=QWEN_YES_NO) if fits else spec

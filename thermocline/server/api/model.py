@@ -13,7 +13,7 @@ from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate
 from thermocline.text.infill import Infill
-from thermocline.text.reranker import Reranker
+from thermocline.text.prompts.reranker import Reranker
 from thermocline.text.tokenizer import Tokenizer
 
 

@@ -1,0 +1,1 @@
+"""Prompts of models that are asked in a form of their own, and what their answers say."""
