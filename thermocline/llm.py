@@ -124,6 +124,10 @@ class LLM:
                weight are left out, and answers are not exact; None: it reads all that it needs
     cache_type_k  of keys: "f16", "q8_0" (53 % of its memory) or "q4_0" (28 %)
     cache_type_v  of values: the same
+    prompt_cache  GiB of memory for keys and values of finished requests, beside those of running ones: a
+               prompt that begins alike computes only what is new
+    prompt_cache_dir  a directory where they are kept, too, and found by the next session; None: none
+    prompt_cache_disk  GiB that this directory may take: what was not used for the longest time goes first
     gpu        "off"; "auto": a GPU if there is one and it helps; or its number, "0", or several, "0,1". What
                fits there is computed there, the hottest neurons first, and the rest here. Not yet verified on
                a card

@@ -14,6 +14,9 @@ from thermocline.cli.shared_options import (
     cache_type_keys,
     cache_type_values,
     gpu_memory,
+    prompt_cache_directory,
+    prompt_cache_memory,
+    prompt_cache_space,
     quiet_output,
     ram_limit,
     sparsity_mode,
@@ -58,6 +61,9 @@ class GenerationOptions:
     disable: tuple[str, ...] = switched_off()
     cache_type_k: str = cache_type_keys()
     cache_type_v: str = cache_type_values()
+    prompt_cache: float = prompt_cache_memory()
+    prompt_cache_dir: str | None = prompt_cache_directory()
+    prompt_cache_disk: float = prompt_cache_space()
 
     n_predict: int | None = opt(
         None, count_or_all, "N", "Generation", "Tokens to generate at most.",
@@ -178,6 +184,9 @@ def engine_options(o: GenerationOptions, max_batch: int) -> EngineOptions:
         read_budget=o.read_budget,
         cache_type_k=o.cache_type_k,
         cache_type_v=o.cache_type_v,
+        prompt_cache=o.prompt_cache,
+        prompt_cache_dir=o.prompt_cache_dir,
+        prompt_cache_disk=o.prompt_cache_disk,
     )
 
 

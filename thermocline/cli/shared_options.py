@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from thermocline.options import AS_FLAG, BY_POSITION, nonempty, one_of, opt, real, some_of, switch, whole
-from thermocline.session.options import ACTIVATIONS, CACHE_TYPES, FORMATS, MOST_READ, SPARSITIES, SWITCHES
+from thermocline.session.options import (
+    ACTIVATIONS,
+    CACHE_TYPES,
+    FORMATS,
+    LEAST_DISK,
+    MOST_GIB,
+    MOST_READ,
+    PROMPT_CACHE_DISK,
+    SPARSITIES,
+    SWITCHES,
+)
 
 MODEL_HELP = (
     "A pack; a GGUF file, which runs in place; or a Hugging Face directory, packed once into the cache."
@@ -50,6 +60,27 @@ def cache_type_keys(group: str = "Model") -> Any:
 
 def cache_type_values(group: str = "Model") -> Any:
     return _cache_type("values", "-ctv", group)
+
+
+def prompt_cache_memory(group: str = "Model") -> Any:
+    help = (
+        "Memory for keys and values of finished requests, beside those of running ones: a prompt that begins "
+        "alike computes only what is new. On the CPU."
+    )
+    return opt(0.0, real(0, MOST_GIB), "GIB", group, help)
+
+
+def prompt_cache_directory(group: str = "Model") -> Any:
+    help = (
+        "Keep them in this directory, too, where the next start finds them. Several processes may share it. "
+        "It holds what was asked and answered, in a form that can be read back."
+    )
+    return opt(None, nonempty, "DIR", group, help, shown="none")
+
+
+def prompt_cache_space() -> Any:
+    help = "Space that this directory may take; what was not used for the longest time goes first."
+    return opt(PROMPT_CACHE_DISK, real(LEAST_DISK, MOST_GIB), "GIB", "Model", help)
 
 
 def which_activation() -> Any:

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from thermocline.engine.kv_cache import KVCache
-from thermocline.engine.state_pool import StateStorage, states_in_ram
+from thermocline.engine.state_pool import StatePool, StateStorage, states_in_ram
 from thermocline.model.spec import ModelSpec, RopeScaling
 from thermocline.ops.interface import (
     F32,
@@ -148,6 +148,11 @@ def state_storage(model: Model, ops: OpaqueOps) -> StateStorage:
         return states_in_ram(layer, slots, floats) if own is None else own
 
     return made
+
+
+def state_pool(model: Model, ops: OpaqueOps, sequences: int, kept: int) -> StatePool:
+    """Return slots where the layers are computed, for so many running sequences, and `kept` more."""
+    return StatePool(model.spec, sequences, state_storage(model, ops), kept=kept)
 
 
 def for_context(spec: ModelSpec, context: int) -> ModelSpec:

@@ -11,19 +11,19 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import eq
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forward, state_storage
-from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
+from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forward, state_pool
+from thermocline.engine.kv_cache import PLAIN, BlockTable, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PrefillBudget, chunk_for
+from thermocline.engine.prompt_cache import NO_PROMPTS, PromptCache, PromptCacheCounts, PromptCacheSettings
 from thermocline.engine.request import Chunk, PoolingParams, Request, reading_for, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
-from thermocline.engine.state_pool import CHECKPOINTS, StatePool
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, DeviceFailure, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
@@ -111,6 +111,7 @@ class Counts:
     states: int = 0  # slots for the states of recurrent layers, none where there are no such layers
     states_free: int = 0
     states_cached: int = 0
+    disk: PromptCacheCounts | None = None  # of the prompt cache there, if there is one
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class EngineSettings:
     cache: CacheTypes = PLAIN  # of keys and values
     # Told before each step how many tokens of answers it computes; 0: of prompts.
     begin_step: Callable[[int], None] | None = None
+    prompts: PromptCacheSettings = NO_PROMPTS  # what is kept of finished requests
 
 
 class Engine:
@@ -162,10 +164,13 @@ class Engine:
         self.context, self.max_batch, self.prefill_chunk = context, max_batch, chunk
         self.sparsity, self._begin_step = settings.sparsity, settings.begin_step
         self.tokenizer = tokenizer
-        blocks = block_counts(spec, kv_tokens, context, chunk)
-        self.kv = KVCache(spec, *blocks, chunk=chunk, types=settings.cache, storage=storage)
+        blocks, window_blocks = block_counts(spec, kv_tokens, context, chunk)
+        kept, files = settings.prompts.text, settings.prompts.files
+        sizes = blocks + kept.blocks, window_blocks + kept.window_blocks
+        self.kv = KVCache(spec, *sizes, chunk=chunk, types=settings.cache, storage=storage)
         if spec.recurrent is not None:
-            self.kv.keep_states(StatePool(spec, max_batch, state_storage(self.model, self.ops)))
+            self.kv.keep_states(state_pool(self.model, self.ops, max_batch, kept.states))
+        self.prompt_cache = None if files is None else PromptCache(self.kv, files)
         self.traffic = Traffic.of(spec, weights, settings.cache)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
@@ -203,15 +208,22 @@ class Engine:
         chunk is as short as keeps their tokens coming (`PrefillBudget`). False when nothing is left to do.
         """
         self._admit()
+        self._take_restored()
+        computed = False
         for schedule in (self._answer_spans, self._prompt_spans):
             spans = schedule()
             if not spans:
                 continue
+            computed = True
             try:
                 self._run(spans)
             except (BadFile, IOFailure) as error:  # of the disk; those whose neurons it has go on
                 for span in spans:
                     self._run_alone(span, error if len(spans) == 1 else None)
+        if self.prompt_cache is not None and self.prompt_cache.busy:
+            if not computed:
+                self.prompt_cache.wait()
+            return True
         return bool(self.waiting or self.running)
 
     def _run(self, spans: list[StepSpan]) -> None:
@@ -266,12 +278,18 @@ class Engine:
             states=0 if states is None else states.n_slots,
             states_free=0 if states is None else states.available - states.cached,
             states_cached=0 if states is None else states.cached,
+            disk=None if self.prompt_cache is None else replace(self.prompt_cache.counts),
         )
+
+    def close(self) -> None:
+        """Write what the prompt cache has still to write, and end its threads. Requests have to be over."""
+        if self.prompt_cache is not None:
+            self.prompt_cache.close()
 
     def check_integrity(self) -> None:
         """When idle, nothing is held."""
         self.kv.check_integrity()
-        if not self.running:
+        if not self.running and (self.prompt_cache is None or not self.prompt_cache.busy):
             assert self.kv.used == 0, f"{self.kv.used} KV blocks leaked"
             assert self.kv.states is None or not self.kv.states.used, "states leaked"
 
@@ -311,9 +329,10 @@ class Engine:
             if awaited is not None:
                 coming.update(r.names[awaited:])
                 continue
-            if not r.begun:
-                self._begin(r)
+            ready = r.begun or self._begin(r)
             coming.update(r.names[r.computed // self.kv.block :])
+            if not ready:
+                continue
             stop = min(r.n_prompt, r.computed + (min(room, 1 + spare) if r.scored else room))
             stop = self._stop(r, stop, self.running[i + 1 :])
             spans.append(StepSpan(r, r.computed, stop))
@@ -325,12 +344,36 @@ class Engine:
         """The blocks that others may compute for it: none of its last token, whose logits are wanted."""
         return [] if request.begun else request.names[: (request.n_prompt - 1) // self.kv.block]
 
-    def _begin(self, request: Request) -> None:
-        """Start a prompt. First take the prefix blocks that other requests computed since it was queued."""
+    def _begin(self, request: Request) -> bool:
+        """Start a prompt. First take the prefix blocks that other requests computed since it was queued.
+
+        Return False while more of them are read from disk.
+        """
+        if request.restore is not None:
+            return False
         if request.names:
             self.kv.look_again(request.table, request.ids, request.positions)
             self._take_cached(request)
+            if self.prompt_cache is not None:
+                names = self._takeable(request)
+                found = self.prompt_cache.begin(request.table, request.ids, names, request.positions)
+                request.restore = found
+                if found is not None:
+                    return False
         request.begun_s = self._clock()
+        return True
+
+    def _take_restored(self) -> None:
+        """Let requests go on whose prefixes were read from disk."""
+        disk = self.prompt_cache
+        if disk is None:
+            return
+        disk.give_back()
+        for r in self.running:
+            if r.restore is not None and disk.over(r.restore):
+                disk.settle(r.restore)
+                r.restore = None
+                self._take_cached(r)
 
     def _take_cached(self, request: Request) -> None:
         found = request.table.sealed * self.kv.block
@@ -351,6 +394,7 @@ class Engine:
             return max(ends, default=stop) if stop == request.n_prompt else stop
         block = self.kv.block
         ends.append((request.n_prompt - 1) // block * block)
+        ends.append(self.kv.states.next_checkpoint(request.computed))
         if stop < request.n_prompt:
             ends.append(stop // block * block)
         return min((end for end in ends if request.computed < end <= stop), default=stop)
@@ -422,7 +466,7 @@ class Engine:
         alone = len(spans) == len(self.running)  # no prompt comes between
         short = any(len(s.request.ids) + 1 - s.request.n_prompt >= s.request.limit for s in spans)
         states = self.kv.states
-        room = states is None or states.available >= len(spans) + CHECKPOINTS // 2  # the others stay
+        room = states is None or states.spares(len(spans))
         return alone and not short and room and self.prefill_chunk > 1  # as windows reserve blocks
 
     def _forward(self, spans: list[StepSpan]) -> tuple[Sequence[F32], FFNStats]:
@@ -569,4 +613,9 @@ class Engine:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        if self.prompt_cache is not None and request.restore is not None:
+            self.prompt_cache.abandon(request.restore)
+            request.restore, request.table = None, BlockTable()
+        elif self.prompt_cache is not None:
+            self.prompt_cache.used(request.names[: request.table.sealed], request.table.begun_ns)
         self.kv.close(request.table)

@@ -5,14 +5,16 @@ It owns the keys and values of every layer, and counts the holders of each block
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from thermocline.engine.named_places import NamedPlaces
-from thermocline.engine.state_pool import NONE, StatePool, zeros
+from thermocline.engine.state_pool import CHECKPOINT_TOKENS, NONE, StatePool, zeros
 from thermocline.model.modes import PLAIN as PLAIN
 from thermocline.model.modes import CacheTypes as CacheTypes
 from thermocline.model.spec import ModelSpec
@@ -44,6 +46,7 @@ class BlockTable:
     next_state: int = NONE  # the slot that its next step writes
     later_state: int = NONE  # the slot that the step after that writes, if it is begun before that has ended
     checkpoint: bytes = ROOT  # names its last state in the midst of an answer
+    begun_ns: int = field(default_factory=time.time_ns)  # what it names was used then
 
 
 # ---- sizes
@@ -153,10 +156,17 @@ class BlockPool(NamedPlaces):
             held.blocks.append(self.take())
 
     def release_passed(self, held: PoolBlocks, computed: int) -> None:
-        """Release the blocks that the window has passed."""
+        """Release the blocks that the window has passed.
+
+        They go first, so that a long prompt leaves other texts' last windows alone, but for those from which
+        a prompt that begins alike can go on after whole `CHECKPOINT_TOKENS`.
+        """
         first = self.first(computed)
         for i in range(held.begin, first):
             self.release(held.blocks[i])
+            checkpoint = -(-(i + 1) * self.block // CHECKPOINT_TOKENS) * CHECKPOINT_TOKENS
+            if i < self.first(checkpoint):
+                self.let_go_first(held.blocks[i])
             held.blocks[i] = ABSENT
         held.begin = max(held.begin, first)
 
@@ -175,6 +185,21 @@ class BlockPool(NamedPlaces):
     def _reserve(self, held: PoolBlocks, blocks: int) -> None:
         self.reserved += blocks - held.reserved
         held.reserved = blocks
+
+
+class Keeper(Protocol):
+    """Keeps what is named for longer than its place does."""
+
+    def keep(self, places: NamedPlaces, name: bytes, depth: int, used_ns: int) -> None:
+        """Take note of a place that was named: the `depth`-th block of its text, or the state after it."""
+
+
+class Missing(NamedTuple):
+    """A place that a sequence has and that is to be filled: a block of a pool, or a slot of states."""
+
+    places: NamedPlaces
+    place: int
+    name: bytes
 
 
 class KVCache:
@@ -202,7 +227,7 @@ class KVCache:
         """
         for each in spec.attentions:
             types.check(*each.cached)
-        self.block = block
+        self.block, self._spec = block, spec
         shapes = {i: shape for i in range(spec.n_layers) if (shape := spec.attention(i)) is not None}
         windows = {spec.window(i) for i in shapes}
         self.windows = sorted(windows, key=lambda window: window is not None)  # a pool each
@@ -221,6 +246,7 @@ class KVCache:
         }
         self._layers |= {i: self._layers[spec.kv_layer(i)] for i in shapes}
         self.states: StatePool | None = None  # of models with recurrent layers: `keep_states`
+        self.keeper: Keeper | None = None  # is told what is sealed
 
     def keep_states(self, states: StatePool) -> None:
         """Keep recurrent layers' states, too: a prefix is found as far as there is one."""
@@ -228,6 +254,11 @@ class KVCache:
 
     def layer(self, i: int) -> KVLayer:
         return self._layers[i]
+
+    def layers_of(self, window: int | None) -> list[KVLayer]:
+        """Return the keys and values of the pool of this window; layers that share them have one."""
+        own = (i for i in self._layers if self._spec.window(i) == window and self._spec.kv_layer(i) == i)
+        return [self._layers[i] for i in own]
 
     @property
     def nbytes(self) -> int:
@@ -298,6 +329,32 @@ class KVCache:
         grown = self.grow(table, tokens)
         assert grown, "a sequence that shares more needs more"
 
+    def expect(self, table: BlockTable, names: Sequence[bytes]) -> list[Missing]:
+        """Let a grown table hold the blocks `names` and the state after them, as if it had computed them.
+
+        Return those that are in no place yet. They are the table's own, to be filled and then published.
+        """
+        missing: list[Missing] = []
+        for pool, held in zip(self.pools, table.held, strict=True):
+            begin, before = pool.first(len(names) * self.block), held.blocks
+            found = [pool.hold(name) if name in pool else ABSENT for name in names[begin:]]
+            rest = before[len(names) :] if pool.window is None else []
+            for block in before[held.begin : len(before) - len(rest)]:
+                pool.release(block)
+            held.blocks, held.begin = [ABSENT] * begin + found + rest, begin
+            for i, name in enumerate(names[begin:], begin):
+                if held.blocks[i] == ABSENT:
+                    held.blocks[i] = pool.take()
+                    missing.append(Missing(pool, held.blocks[i], name))
+        table.sealed, table.chain = len(names), names[-1]
+        if self.states is not None:
+            there = names[-1] in self.states
+            state = self.states.hold(names[-1]) if there else self.states.take()
+            self.states.release(table.state)
+            table.state = state
+            missing += [] if there else [Missing(self.states, state, names[-1])]
+        return missing
+
     def tables(self, tables: Sequence[BlockTable], stops: Sequence[int]) -> list[I32]:
         """Return each pool's block table [tables, blocks] with blocks up to `stops`, as `grow` reserved."""
         out = []
@@ -342,7 +399,8 @@ class KVCache:
         while (table.sealed + 1) * self.block <= computed:
             table.chain = self._name(table.chain, ids, table.sealed)
             for pool, held in zip(self.pools, table.held, strict=True):
-                pool.publish(held.blocks[table.sealed], table.chain)
+                if pool.publish(held.blocks[table.sealed], table.chain):
+                    self._keep(pool, table, table.chain)
             table.sealed += 1
         self.release_passed(table, computed)
         if self.states is not None:
@@ -359,16 +417,26 @@ class KVCache:
     def _check_in(self, states: StatePool, table: BlockTable, computed: int, n_prompt: int) -> None:
         """Publish a state. Of a prompt, the last one that another prompt can take stays the longest."""
         last = max(0, n_prompt - 1) // self.block * self.block
-        published = states.publish(table.state, table.chain, passing=computed < last)
+        kept = computed == last or (computed < last and computed % CHECKPOINT_TOKENS == 0)
+        passing = computed < last and not (kept and states.kept)
+        published = states.publish(table.state, table.chain, passing=passing)
+        if published and kept:
+            self._keep(states, table, table.chain)
         if computed > last and published:
             states.forget(table.checkpoint)
             table.checkpoint = table.chain
+
+    def _keep(self, places: NamedPlaces, table: BlockTable, name: bytes) -> None:
+        if self.keeper is not None:
+            self.keeper.keep(places, name, table.sealed, table.begun_ns)
 
     def close(self, table: BlockTable) -> None:
         """Release every block of a sequence. Sealed ones stay cached."""
         for pool, held in zip(self.pools, table.held, strict=False):  # a table never opened holds nothing
             pool.close(held)
         if self.states is not None:
+            if table.checkpoint != ROOT:
+                self._keep(self.states, table, table.checkpoint)
             self.states.release(table.later_state)
             self.states.release(table.next_state)
             self.states.release(table.state)

@@ -14,6 +14,7 @@ class NamedPlaces:
 
     def __init__(self, n: int) -> None:
         self._refs = [0] * n
+        self._turns = [0] * n  # how often each was given out
         self._free = list(range(n - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first to go first
         self._by_name: dict[bytes, int] = {}
@@ -43,7 +44,24 @@ class NamedPlaces:
             place, _ = self._cached.popitem(last=False)
             self._unname(place)
         self._refs[place] = 1
+        self._turns[place] += 1
         return place
+
+    def find(self, name: bytes) -> tuple[int, int] | None:
+        """Return the place of this name and its turn, to any thread; None: there is none."""
+        place = self._by_name.get(name)
+        if place is None:
+            return None
+        turn = self._turns[place]
+        return (place, turn) if self._by_name.get(name) == place else None
+
+    def unchanged(self, place: int, turn: int) -> bool:
+        """Return, to any thread, whether a named place still holds what it held when `find` returned it.
+
+        A place is written to after it was taken and before it is named, so its bytes were those of the name
+        all the time if nobody has taken it since.
+        """
+        return self._turns[place] == turn
 
     def hold(self, name: bytes) -> int:
         """Hold the place of this name, too."""
@@ -67,6 +85,11 @@ class NamedPlaces:
                 self._cached[place] = None
             else:
                 self._free.append(place)
+
+    def let_go_first(self, place: int) -> None:
+        """Give a cached place out before others."""
+        if place in self._cached:
+            self._cached.move_to_end(place, last=False)
 
     def check_integrity(self) -> None:
         """Assert that every place has exactly one state, and that the index agrees."""

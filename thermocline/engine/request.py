@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from thermocline.engine.kv_cache import BlockTable
 from thermocline.engine.pool import Pool
@@ -16,6 +17,9 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, DiskCounts, FFNStats
 from thermocline.text.grammar import Constraint
 from thermocline.text.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from thermocline.engine.prompt_cache import Restore
 
 # ---- results of a request
 
@@ -135,6 +139,7 @@ class Request:
     matcher: StopMatcher
     table: BlockTable = field(default_factory=BlockTable)
     names: list[bytes] = field(default_factory=list)  # of the prompt's full blocks; empty if it is scored
+    restore: Restore | None = None  # of its prefix, while that is read from disk
     computed: int = 0
     cached: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)  # not fetched yet

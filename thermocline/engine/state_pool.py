@@ -14,6 +14,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, I32, U8
 
 CHECKPOINTS = 4  # slots beside those of running sequences
+CHECKPOINT_TOKENS = 2048  # a prompt cache keeps a state after each so many tokens of a prompt, and its last
 StateStorage = Callable[[int, int, int], F32]  # allocates a layer's slots, each of so many floats
 NONE = -1  # no slot: the state before the first token, zeros
 
@@ -59,8 +60,11 @@ class StatePool(NamedPlaces):
     nothing. A sequence holds two slots at most: its own, and the one that its next step writes.
     """
 
-    def __init__(self, spec: ModelSpec, sequences: int, storage: StateStorage = states_in_ram) -> None:
-        self.n_slots = slots_for(sequences)
+    def __init__(
+        self, spec: ModelSpec, sequences: int, storage: StateStorage = states_in_ram, *, kept: int = 0
+    ) -> None:
+        """Make slots for so many running sequences, and `kept` more for the prompt cache."""
+        self.n_slots, self.kept = slots_for(sequences) + kept, kept
         super().__init__(self.n_slots)
         self.layers = _slots(spec, self.n_slots, storage)
         self._passing: set[int] = set()  # states in the midst of a prompt, which go before others
@@ -68,6 +72,14 @@ class StatePool(NamedPlaces):
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.layers.values())
+
+    def spares(self, slots: int) -> bool:
+        """Return whether so many slots can be taken, and half of the checkpoints stay."""
+        return self.available >= slots + CHECKPOINTS // 2
+
+    def next_checkpoint(self, computed: int) -> int:
+        """Return the first position after `computed` whose state a prompt cache keeps."""
+        return (computed // CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS
 
     def hold(self, name: bytes) -> int:
         """Hold the state after the text of this name. It is in passing no more."""
@@ -96,8 +108,8 @@ class StatePool(NamedPlaces):
         if slot == NONE:
             return
         super().release(slot)
-        if slot in self._cached and slot in self._passing:
-            self._cached.move_to_end(slot, last=False)
+        if slot in self._passing:
+            self.let_go_first(slot)
 
     def check_integrity(self) -> None:
         super().check_integrity()

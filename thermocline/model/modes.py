@@ -1,4 +1,4 @@
-"""How a model is computed, as its user says it: which neurons, and the types of keys and values.
+"""How a model is computed, as its user says it: which neurons, types of keys and values, what is kept.
 
 numpy is not imported: commands name the choices before they load anything. What the bytes of a page of keys
 or values mean: `csrc/kernels/kernels.h`, and in numpy `ops.reference`.
@@ -51,6 +51,18 @@ class CacheTypes:
 
 
 PLAIN = CacheTypes()
+
+
+@dataclass(frozen=True)
+class PromptCacheLimits:
+    """Bounds of a prompt cache: bytes of RAM, and a directory (None: none) with bytes of disk."""
+
+    ram_bytes: int = 0
+    directory: str | None = None
+    disk_bytes: int = 0
+
+
+NO_PROMPT_CACHE = PromptCacheLimits()
 
 
 def row_bytes(type: str, head_dim: int) -> int:

@@ -169,6 +169,7 @@ def _others(spec: ModelSpec, needs: Needs, context: int, kv_tokens: int) -> dict
         threads=needs.threads,
         types=needs.types,
         beside=needs.beside,
+        kept=needs.kept,
     )
 
 
@@ -191,7 +192,7 @@ def in_ram(
         add("gate rows", int(x.gate_bytes(every)))
         add("up and down rows", int(x.bundle_bytes(every)))
     add("keys and values", others["keys and values"])
-    for part in ("recurrent states", "the command's own"):
+    for part in ("recurrent states", "prompt cache", "the command's own"):
         add(part, others.get(part, 0))
     add("head", sizes.head.bytes)
     predictor = CPU if needs.sparsity == "predict" else None

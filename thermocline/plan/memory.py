@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from thermocline import _native
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, chunk_for
+from thermocline.engine.prompt_cache_memory import prompt_cache_bytes as prompt_cache_bytes
 from thermocline.engine.state_pool import reserved_bytes as state_bytes
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import SMALL
-from thermocline.model.modes import PLAIN, CacheTypes
+from thermocline.model.modes import NO_PROMPT_CACHE, PLAIN, CacheTypes, PromptCacheLimits
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
 
@@ -41,6 +42,7 @@ class Needs:
     kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
     types: CacheTypes = PLAIN  # of keys and values
     beside: int = 0  # bytes that the command takes itself, beside its session
+    kept: PromptCacheLimits = NO_PROMPT_CACHE
 
 
 def reads_from_disk(spec: ModelSpec, *, gpu: bool = False) -> str | None:
@@ -104,12 +106,14 @@ def others_of(
     threads: int,
     types: CacheTypes = PLAIN,
     beside: int = 0,
+    kept: PromptCacheLimits = NO_PROMPT_CACHE,
 ) -> dict[str, int]:
     """Part -> bytes of what a session, and the command that opens it, take besides weights."""
-    states = state_bytes(spec, max_batch)
+    states, prompts = state_bytes(spec, max_batch), prompt_cache_bytes(spec, kept, types)
     return {
         "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK, types),
         **({"recurrent states": states} if states else {}),
+        **({"prompt cache": prompts} if prompts else {}),
         "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
         "runtime": runtime_bytes(spec),
         **({"the command's own": beside} if beside else {}),
@@ -204,6 +208,7 @@ def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> i
     def others(context: int) -> int:
         scratch = scratch_bytes(spec, context=context, max_batch=needs.max_batch, threads=needs.threads)
         rest = scratch + runtime_bytes(spec) + needs.beside
+        rest += prompt_cache_bytes(spec, needs.kept, needs.types)
         return weights_bytes + state_bytes(spec, needs.max_batch) + rest
 
     def least(shorter: int) -> int:  # what a session of such a context needs

@@ -15,14 +15,14 @@ from thermocline.engine.kv_cache import BLOCK, block_counts, layer_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.engine.state_pool import layer_bytes as state_bytes
 from thermocline.machine.tiers import Tiers
-from thermocline.model.modes import PLAIN, CacheTypes
+from thermocline.model.modes import NO_PROMPT_CACHE, PLAIN, CacheTypes, PromptCacheLimits
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
 from thermocline.ops.device_sizes import device_bytes, host_bytes
 from thermocline.plan.cost import EXCESS, MATRIX_SHARE, LayerWork, Reads, Speeds, Work
 from thermocline.plan.hotness import Hotness, in_turn
-from thermocline.plan.memory import device_limits, runtime_bytes, scratch_bytes
+from thermocline.plan.memory import device_limits, prompt_cache_bytes, runtime_bytes, scratch_bytes
 from thermocline.plan.solver import Budget
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Ask:
     cache: CacheTypes = PLAIN  # of keys and values
     kv_tokens: int | None = None  # positions of the cache; None: `batch` full contexts
     beside: int = 0  # bytes of RAM that the command takes itself
+    kept: PromptCacheLimits = NO_PROMPT_CACHE
 
     @property
     def positions(self) -> int:
@@ -93,6 +94,8 @@ class Problem:
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
+        if prompts := prompt_cache_bytes(self.spec, self.ask.kept, self.ask.cache):
+            parts["prompt cache"] = prompts
         if self.ask.beside:
             parts["the command's own"] = self.ask.beside
         staging = STAGING_BYTES if self.staging is None else self.staging

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_GIB = 1e6  # the budget where nobody knows what is free
 STOP_S = 0.3  # time for engines to end by themselves before their processes are killed
+WRITE_S = 10.0  # the same, where it has to write the rest of a prompt cache; a killed one leaves whole files
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def serve(
         finally:
             if watching is not None:
                 watching.cancel()
-            await models.stop(STOP_S)
+            await models.stop(STOP_S if options.prompt_cache_dir is None else WRITE_S)
 
     try:
         models = registry_of(files, options, settings)

@@ -19,6 +19,8 @@ ACTIVATIONS = ("drelu", "relu")
 LENDS_WEIGHTS = 1  # `kv_tokens` of a session whose weights others use, with keys and values of their own
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
 MOST_READ = 1e9  # MB of a read budget
+MOST_GIB = 1e6
+PROMPT_CACHE_DISK, LEAST_DISK = 20.0, 0.001  # GiB of a prompt cache's directory
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class EngineOptions:
     vram: float | None = None  # GiB of a GPU's memory that may be taken; None: what is free
     disable: Sequence[str] = ()  # parts of the disk tier to do without
     read_budget: float | None = None  # MB of experts that a token reads from disk at most; lossy; None: all
+    prompt_cache: float = 0.0  # GiB of RAM for keys and values of finished requests, beside running ones
+    prompt_cache_dir: str | Path | None = None  # where they are kept on disk; None: nowhere
+    prompt_cache_disk: float = PROMPT_CACHE_DISK  # GiB that this directory may take
 
     def __post_init__(self) -> None:
         _check_choice("sparsity", self.sparsity, SPARSITIES)
@@ -53,11 +58,40 @@ class EngineOptions:
                 f"--gpu {self.gpu} with --disable {','.join(self.disable)}: the disk tier's parts are "
                 "measured without a GPU; leave one of them out"
             )
+        self._check_prompt_cache()
         if self.gpu not in ("off", "auto") and self.cache.quantised:
             raise UsageError(
                 f"--gpu {self.gpu} with keys and values in {self.cache}: a GPU keeps them as f16; leave one "
                 "of them out"
             )
+
+    def _check_prompt_cache(self) -> None:
+        for name, least in (("prompt_cache", 0.0), ("prompt_cache_disk", LEAST_DISK)):
+            if not least <= (value := getattr(self, name)) <= MOST_GIB:
+                raise UsageError(f"{name} is {value}; it must be {least:g} to {MOST_GIB:.0e} GiB")
+        asked = "--prompt-cache-dir" if self.prompt_cache_dir is not None else "--prompt-cache"
+        if self.gpu != "off" and (self.prompt_cache or self.prompt_cache_dir is not None):
+            raise UsageError(
+                f"{asked} with --gpu {self.gpu}: a GPU's keys and values are kept only in its own memory; "
+                "leave one of them out"
+            )
+        lossy = {
+            "--sparsity predict": self.sparsity == "predict",
+            "--read-budget": self.read_budget is not None,
+        }
+        for flag in (flag for flag, given in lossy.items() if given and self.prompt_cache_dir is not None):
+            raise UsageError(
+                f"{asked} with {flag}: keys and values of such answers are not exact, and other sessions "
+                "would take them; leave one of them out"
+            )
+
+    @property
+    def kept(self) -> modes.PromptCacheLimits:
+        """The bounds of the prompt cache."""
+        where = None if self.prompt_cache_dir is None else str(self.prompt_cache_dir)
+        return modes.PromptCacheLimits(
+            int(self.prompt_cache * 2**30), where, int(self.prompt_cache_disk * 2**30)
+        )
 
     @property
     def cache(self) -> modes.CacheTypes:
@@ -95,6 +129,9 @@ class Keywords(TypedDict, total=False):
     read_budget: float | None
     cache_type_k: str
     cache_type_v: str
+    prompt_cache: float
+    prompt_cache_dir: str | Path | None
+    prompt_cache_disk: float
     format: str | None
     activation: str | None
     cache_dir: str | Path | None

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
-from thermocline.pack import blocks
 from thermocline.pack.checksums import open_checksums, verify_once
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import Decision, Needs, all_in_ram, check_read_budget, without_gpu
-from thermocline.session import store, weights
+from thermocline.session import kept_prompts, store, weights
 from thermocline.session.store import Opened
 from thermocline.session.weights import BegunLoad
 
@@ -61,7 +60,7 @@ class Session:
     ) -> None:
         self.pack, self.options, self.decision = pack, options, decision
         self.threads = threads_of(options, gpu=gpus is not None)
-        self.weights_bytes = blocks.memory_bytes(pack, predictors, decision.placement.tables)
+        self.weights_bytes = weights.memory_bytes(pack, predictors, decision.placement.tables)
         self._predictors, self._gpus, self._progress = predictors, gpus, progress
         self._begun: BegunLoad | None = None
         self._opened: Opened | None = None
@@ -181,6 +180,7 @@ class Session:
                     kv_tokens=self.placement.kv_tokens,
                     cache=o.cache,
                     begin_step=None if budget is None else budget.begin_step,
+                    prompts=kept_prompts.prompts(self.pack, self.context, o),
                 ),
                 tokenizer=tokenizer,
                 storage=opened.storage,
@@ -280,6 +280,8 @@ class Session:
         """Free the weights and the cache; GPUs stay open."""
         if self._gpus is not None:
             self._gpus.release()  # a step that was given up may still be computed with what goes now
+        if self._engine is not None:
+            self._engine.close()
         self._engine = self._opened = self._begun = None
 
     def close(self) -> None:
@@ -350,6 +352,7 @@ def needs_of(options: EngineOptions, beside: int = 0) -> Needs:
         options.kv_tokens,
         options.cache,
         beside,
+        options.kept,
     )
 
 

@@ -38,7 +38,8 @@ from thermocline.ops.interface import (
     WeightMatrix,
     Weights,
 )
-from thermocline.pack.blocks import memory_bytes, new_arena
+from thermocline.pack.blocks import memory_bytes as memory_bytes
+from thermocline.pack.blocks import new_arena
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.pack.stored_model import Progress, Reading, StoredModel
 from thermocline.session import embedding_rows

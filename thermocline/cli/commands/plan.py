@@ -16,6 +16,8 @@ from thermocline.cli.shared_options import (
     cache_type_values,
     json_output,
     memory_limit,
+    prompt_cache_directory,
+    prompt_cache_memory,
     quiet_output,
     sparsity_mode,
     thread_count,
@@ -23,7 +25,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.modes import CacheTypes
+from thermocline.model.modes import NO_PROMPT_CACHE, CacheTypes, PromptCacheLimits
 from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import FORMATS
 
@@ -38,8 +40,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 TIERS = ("gpu", "ram", "disk")
 PARTS = (
-    "embedding", "attention", "keys and values", "recurrent states", "predictors", "neurons", "gate rows",
-    "up and down rows", "experts", "head", "buffers", "disk buffers", "runtime",
+    "embedding", "attention", "keys and values", "recurrent states", "prompt cache", "predictors", "neurons",
+    "gate rows", "up and down rows", "experts", "head", "buffers", "disk buffers", "runtime",
 )  # fmt: skip
 
 
@@ -80,6 +82,8 @@ class PlanOptions:
     batch: int = opt(1, whole(1, 1024), "N", "Budget", "Sequences that are computed together.")
     cache_type_k: str = cache_type_keys("Budget")
     cache_type_v: str = cache_type_values("Budget")
+    prompt_cache: float = prompt_cache_memory("Budget")
+    prompt_cache_dir: str | None = prompt_cache_directory("Budget")
 
     hardware: str | None = opt(
         None, nonempty, "FILE|NAME", "Hardware",
@@ -102,6 +106,10 @@ class PlanOptions:
     @property
     def cache(self) -> CacheTypes:
         return CacheTypes(self.cache_type_k, self.cache_type_v)
+
+    @property
+    def kept(self) -> PromptCacheLimits:
+        return PromptCacheLimits(int(self.prompt_cache * GIB), self.prompt_cache_dir)
 
 
 def plan(o: PlanOptions) -> int:
@@ -133,6 +141,8 @@ def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask,
             f"{tiers.name}: a GPU keeps keys and values as f16, and {o.cache} is asked for;"
             " plan with --vram 0"
         )
+    if o.kept != NO_PROMPT_CACHE and tiers.gpu is not None and o.vram != 0:
+        raise UsageError(f"{tiers.name}: a prompt cache is for sessions without a GPU; plan with --vram 0")
     contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, o.cache)
     for context in contexts:
         ask, last = ask_of(o, subject, context), context == contexts[-1]
@@ -156,6 +166,7 @@ def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
         vram_bytes=None if o.vram is None else int(o.vram * GIB),
         ram_bytes=None if o.ram is None else int(o.ram * GIB),
         cache=o.cache,
+        kept=o.kept,
     )
 
 

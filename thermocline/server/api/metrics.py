@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from thermocline.engine.engine import Counts
+from thermocline.engine.prompt_cache import PromptCacheCounts
 from thermocline.server.api.models.registered import RegisteredModel
 from thermocline.server.api.models.registry import Registry
 from thermocline.server.process.messages import Event, Failed, Finished, Token
@@ -101,6 +102,20 @@ def routes(metrics: Metrics) -> list[Route]:
     return [Route("/metrics", answer, methods=["GET"])]
 
 
+def _prompt_cache(c: PromptCacheCounts | None) -> dict[str, tuple[str, float]]:
+    """Return the counters of the prompt cache on disk; none where there is none."""
+    if c is None:
+        return {}
+    name = "thermocline_prompt_cache"
+    return {
+        f"{name}_restores": ("Prompts that had a prefix on disk", c.restored),
+        f"{name}_restored_tokens": ("Tokens of these prefixes", c.tokens),
+        f"{name}_read_bytes": ("Read for them", c.read_bytes),
+        f"{name}_written_bytes": ("Written to the prompt cache", c.written_bytes),
+        f"{name}_damaged_files": ("Files that were not what was written, and were deleted", c.damaged),
+    }
+
+
 class _Engines(Collector):
     """The engines' state at the moment of the request."""
 
@@ -180,6 +195,7 @@ class _Engines(Collector):
             "llamacpp:tokens_predicted": ("Tokens sampled", value(m.tokens)),
             "llamacpp:tokens_predicted_seconds": ("Spent on them", spent.decode_s),
         }
+        found |= _prompt_cache(None if b.counts is None else b.counts.disk)
         if m.models.several:
             found["thermocline_model_loads"] = ("Times that the model was loaded", model.loads)
         for key, x in (b.tiers or {}).items():
