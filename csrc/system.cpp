@@ -263,6 +263,16 @@ unsigned forks_so_far() {
 #endif
 
 // ---- the CPU
+#if defined(__x86_64__) && defined(__linux__)
+bool may_use_tiles() {
+    constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return granted;
+}
+#else
+bool may_use_tiles() { return false; }
+#endif
+
 #if defined(__aarch64__) && defined(__linux__)
 
 bool arm_has_dot_products() {

@@ -63,6 +63,10 @@ unsigned forks_so_far();  // forks between the first process and this one; threa
 constexpr const char* kForked =
     "this process was forked from the one that made the model: make it again in this one";
 
+// Ask for the tile registers of AMX: 8 KiB, which Linux gives to a process that asks. It refuses where a
+// stack for signals is too small to hold them. false: this process must not use them.
+bool may_use_tiles();
+
 // Features of an ARM CPU, which only the system can tell.
 bool arm_has_dot_products();
 bool arm_has_crc32();

@@ -705,6 +705,9 @@ static std::map<std::string, bool> cpu_features() {
     FEATURE("sse4.2"), FEATURE("avx"), FEATURE("avx2"), FEATURE("fma"), FEATURE("f16c"), FEATURE("avx512f"),
         FEATURE("avx512bw"), FEATURE("avx512vl"), FEATURE("avx512dq"), FEATURE("avx512vnni"),
         FEATURE("avx512bf16");
+#ifdef THERMOCLINE_AMX
+    f["amx"] = tc::kernels_named("amx") != nullptr;
+#endif
 #undef FEATURE
 #endif
 #ifdef THERMOCLINE_ARM

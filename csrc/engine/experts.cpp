@@ -175,20 +175,13 @@ Input Context::Experts::input(const Visit& v, Format format) const {
             v.lanes};
 }
 
-// Token `from` of the tiles at `all` becomes token `to` of those at `out`.
-static void copy_lanes(const uint8_t* all, size_t from, uint8_t* out, size_t to, size_t bytes, size_t tile) {
-    const uint8_t* source = all + from / tile * tile * bytes + from % tile * 4;
-    out += to / tile * tile * bytes + to % tile * 4;
-    for (size_t i = 0; i < bytes / 4; i++) memcpy(out + 4 * i * tile, source + 4 * i * tile, 4);
-}
-
 // A visit's part of the input, which is not quantised again.
 void Context::Experts::gather(const Visit& v, const Form& form) const {
     uint8_t* to = form.gathered + v.row * form.bytes;
     for (size_t i = 0; i < v.n; i++) {
         const size_t t = tokens[v.first + i];
         if (v.lanes)
-            copy_lanes(form.lanes, t, to, i, form.bytes, k.tile_tokens(form.format));
+            k.copy_lanes(form.format, a.dim, form.lanes, t, to, i);
         else
             memcpy(to + i * form.row_bytes, form.rows + t * form.row_bytes, form.row_bytes);
     }

@@ -31,6 +31,13 @@ static bool has_avx2() { return false; }
 static bool has_avxvnni() { return false; }
 static bool has_avx512() { return false; }
 #endif
+#ifdef THERMOCLINE_AMX
+static bool has_amx() {
+    unsigned a, b, c, d;
+    constexpr unsigned tiles = 1u << 24 | 1u << 25;  // AMX-TILE, AMX-INT8
+    return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & tiles) == tiles && may_use_tiles();
+}
+#endif
 #ifndef THERMOCLINE_AVXVNNI
 static const Kernels* avxvnni_kernels() { return nullptr; }  // the compiler does not know it
 #endif
@@ -43,6 +50,9 @@ struct Level {
 };
 static const Level levels[] = {
 #ifdef THERMOCLINE_X86
+#ifdef THERMOCLINE_AMX
+    {"amx", has_amx, amx_kernels},
+#endif
     {"avx512", has_avx512, avx512_kernels},
     {"avxvnni", has_avxvnni, avxvnni_kernels},
     {"avx2", has_avx2, avx2_kernels},

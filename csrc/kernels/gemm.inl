@@ -19,17 +19,17 @@ static constexpr int tree_order(int i, int lanes) {
     return r;
 }
 
-// Partial sums of a tile waiting for their sibling, by level of the tree.
-template <int NT>
+// Partial sums of a tile waiting for their sibling, by level of the tree. V: vectors of rows.
+template <int NT, int V = 2>
 struct Tree {
-    vf waiting[6][2][NT];  // up to 32 lanes
+    vf waiting[6][V][NT];  // up to 32 lanes
     // Lane number i (in tree order) is complete: add it to its left sibling, that to its own, and so on.
     void add(int i, vf (*lane)[NT]) {
         int level = 0;
         for (; i >> level & 1; level++)
-            for (int v = 0; v < 2; v++)
+            for (int v = 0; v < V; v++)
                 for (int n = 0; n < NT; n++) lane[v][n] = vadd(waiting[level][v][n], lane[v][n]);
-        for (int v = 0; v < 2; v++)
+        for (int v = 0; v < V; v++)
             for (int n = 0; n < NT; n++) waiting[level][v][n] = lane[v][n];
     }
 };
@@ -176,17 +176,25 @@ static TC_INLINE void block_floats(const Planes* rows, int blocks, float (*out)[
         }
     }
 }
+// Numbers of a panel: as `spread` gives them, or signed, for a matrix unit.
+template <class F>
+static TC_INLINE vi panel_numbers(vi a) {
+    if constexpr (kMatrixUnit && F::added)
+        return vi_sub8(a, repeated(F::added));
+    else
+        return a;
+}
 // Dwords K and K + 4 of a block, as dwords of int8.
-template <class N, int K>
+template <class F, int K>
 static TC_INLINE void spread_block(const vi* a, const vi* b, uint8_t* to) {
     vi lo, hi;
-    N::template spread<K>(a, b, &lo, &hi);
-    vi_store(to + K * kPanelStep, lo), vi_store(to + (4 + K) * kPanelStep, hi);
+    F::Numbers::template spread<K>(a, b, &lo, &hi);
+    vi_store(to + K * kPanelStep, panel_numbers<F>(lo)),
+        vi_store(to + (4 + K) * kPanelStep, panel_numbers<F>(hi));
 }
 template <class F>
 static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
-    using N = typename F::Numbers;
-    constexpr int A = N::first / 4, B = N::second / 4, floats = panel_floats<F>();
+    constexpr int A = F::Numbers::first / 4, B = F::Numbers::second / 4, floats = panel_floats<F>();
     const size_t blocks = cols / 32, chunks = int_chunks(cols);
     float* scales = (float*)(panel + chunks * 512 * kPanelRows);
     for (size_t c = 0; c < chunks; c++)
@@ -207,8 +215,8 @@ static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
                     vi_store(scales + ((slot * floats + size_t(f)) * 2 + size_t(v)) * W, vi_load(of[f][j]));
                 if (j >= left) continue;
                 uint8_t* to = panel + (slot * 16 + size_t(v)) * (4 * W);
-                spread_block<N, 0>(a + A * j, b + B * j, to), spread_block<N, 1>(a + A * j, b + B * j, to);
-                spread_block<N, 2>(a + A * j, b + B * j, to), spread_block<N, 3>(a + A * j, b + B * j, to);
+                spread_block<F, 0>(a + A * j, b + B * j, to), spread_block<F, 1>(a + A * j, b + B * j, to);
+                spread_block<F, 2>(a + A * j, b + B * j, to), spread_block<F, 3>(a + A * j, b + B * j, to);
             }
         }
 }
@@ -422,7 +430,8 @@ struct Gemm<FormatBlocks<BLOCK>> {
     }
 };
 
-template <class F>
+// By: what multiplies with a panel.
+template <class F, class By = Gemm<F>>
 NOINLINE static void matmul_panels(const Matrix& w, const int32_t* ids, size_t begin, size_t end,
                                    const Input& x, const float* bias, bool add, float* y, size_t ldy,
                                    uint8_t* scratch) {
@@ -436,8 +445,8 @@ NOINLINE static void matmul_panels(const Matrix& w, const int32_t* ids, size_t b
             rows[i] = w.data + (ids ? size_t(ids[at]) : at) * w.stride;
         }
         const size_t later = smaller(r + kPanelRows, end - 1);
-        Gemm<F>::run(rows, w.group > 1, w.cols, x, w.data + (ids ? size_t(ids[later]) : later) * w.stride,
-                     panel, sums);
+        By::run(rows, w.group > 1, w.cols, x, w.data + (ids ? size_t(ids[later]) : later) * w.stride, panel,
+                sums);
         for (size_t t = 0; t < x.tokens; t++) {
             for (size_t i = 0; i < size_t(kPanelRows) && r + i < end; i += W) {
                 const int n = int(smaller(W, end - r - i));
@@ -494,6 +503,14 @@ static void signs_of(const float* x, size_t cols, uint8_t* out) {
         const uint32_t bits = vpositive(x_some(x + c, n));
         memcpy(out + c / 8, &bits, sign_bytes(size_t(n)));
     }
+}
+
+// Token `from` of the tiles at `all` becomes token `to` of those at `out`.
+static void copy_lanes(Format format, size_t cols, const uint8_t* all, size_t from, uint8_t* out, size_t to) {
+    const size_t bytes = input_bytes(format, cols), tile = tile_tokens(format);
+    const uint8_t* source = all + from / tile * tile * bytes + from % tile * 4;
+    out += to / tile * tile * bytes + to % tile * 4;
+    for (size_t i = 0; i < bytes / 4; i++) memcpy(out + 4 * i * tile, source + 4 * i * tile, 4);
 }
 
 static void quantize(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,

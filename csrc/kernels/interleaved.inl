@@ -200,12 +200,13 @@ NOINLINE static void matmul_groups(const Matrix& w, size_t begin, size_t end, co
         });
 }
 
-template <int K, class DWORDS>
+template <class F, int K, class DWORDS>
 static TC_INLINE void store_dwords(const DWORDS& w, uint8_t* to) {
     for (int g = 0; g < 2; g++, to += 4 * W) {
         vi lo, hi;
         w.template get<K>(g, &lo, &hi);
-        vi_store(to + K * kPanelStep, lo), vi_store(to + (4 + K) * kPanelStep, hi);
+        vi_store(to + K * kPanelStep, panel_numbers<F>(lo)),
+            vi_store(to + (4 + K) * kPanelStep, panel_numbers<F>(hi));
     }
 }
 // A panel of a group.
@@ -223,8 +224,8 @@ static void interleaved_panel(const uint8_t* group, size_t cols, uint8_t* panel)
             if (j < some) {
                 uint8_t* to = panel + slot * 16 * (4 * W);
                 const Dwords<typename F::Numbers> w(slab.planes, j);
-                store_dwords<0>(w, to), store_dwords<1>(w, to), store_dwords<2>(w, to),
-                    store_dwords<3>(w, to);
+                store_dwords<F, 0>(w, to), store_dwords<F, 1>(w, to), store_dwords<F, 2>(w, to),
+                    store_dwords<F, 3>(w, to);
             }
             for (size_t g = 0; g < 2; g++) {
                 vf of[floats] = {};

@@ -151,7 +151,7 @@ struct StateStep {
 // Columns of a float format that are added up before the sum over chunks (kernels.inl says in which order).
 constexpr size_t kFloatChunk = 2048;
 constexpr int kMostPanelRows = 32;      // `panel_rows` of no instruction set is larger
-constexpr size_t kMostTileTokens = 12;  // nor `tile_tokens`
+constexpr size_t kMostTileTokens = 16;  // nor `tile_tokens`
 constexpr size_t kMostPanelBytes = 14;  // of 8 weights in a panel: int8, and up to six f32 for each 32 (q2_k)
 
 struct Kernels {
@@ -167,6 +167,9 @@ struct Kernels {
     // with f32 scales (max|x|/127). Signs: of all columns.
     void (*quantize)(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,
                      size_t row_bytes, size_t t, uint8_t* out);
+
+    // In the lanes arrangement: token `from` of `all` becomes token `to` of `out`.
+    void (*copy_lanes)(Format format, size_t cols, const uint8_t* all, size_t from, uint8_t* out, size_t to);
 
     // Scratch of a matmul in the lanes arrangement.
     size_t (*panel_bytes)(Format format, size_t cols, size_t tokens);
@@ -248,6 +251,9 @@ const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 #endif
 const Kernels* avx512_kernels();
+#ifdef THERMOCLINE_AMX
+const Kernels* amx_kernels();
+#endif
 #endif
 #ifdef THERMOCLINE_ARM
 const Kernels* neon_kernels();

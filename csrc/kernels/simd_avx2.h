@@ -451,6 +451,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     for (; i < n; i++) parts[0] += size_t(_mm_popcnt_u32(uint32_t(a[i] ^ b[i])));
     return size_t(parts[0] + parts[1] + parts[2] + parts[3]);
 }
+constexpr bool kMatrixUnit = false;
 constexpr bool kInterleaves = true;  // 1.3 to 1.9 times as fast from the L2 cache (Zen 4, 1792 columns)
 constexpr int kTileTokens =
     4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers

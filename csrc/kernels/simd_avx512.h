@@ -317,6 +317,7 @@ INLINE vf vload_e8m0(const uint8_t* p) {
     return _mm512_castsi512_ps(_mm512_max_epi32(
         vi_shl<23>(vi_sub(e, one)), _mm512_sllv_epi32(vi_set1(0x00200000), _mm512_min_epi32(e, one))));
 }
+INLINE vi vi_sub8(vi a, vi b) { return _mm512_sub_epi8(a, b); }
 
 // 16 rows of 16 dwords -> 16 columns.
 INLINE void transpose(vi* t) {
@@ -407,6 +408,11 @@ constexpr bool kInterleaves = true;  // 1.6 to 2.4 times as fast from the L2 cac
 // Tokens of a matrix tile, times 2 vectors of rows. Int: a sum of a block and one of a lane for each, of 32
 // registers (8 tokens spill: 600 against 630 GFLOP/s). Float: one sum, of 24.
 constexpr int kTileTokens = 6, kFloatTileTokens = 12;
+#ifdef TC_AMX
+constexpr bool kMatrixUnit = true;
+#else
+constexpr bool kMatrixUnit = false;
+#endif
 
 // ---- attention
 

@@ -397,6 +397,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
         for (uint32_t x = uint32_t(a[i] ^ b[i]); x; x &= x - 1) count++;
     return count;
 }
+constexpr bool kMatrixUnit = false;
 constexpr bool kInterleaves = false;  // nobody has measured it
 constexpr int kTileTokens = 6, kFloatTileTokens = 4;
 

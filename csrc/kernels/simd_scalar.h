@@ -442,6 +442,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b,
         for (uint32_t x = uint32_t(a[i] ^ b[i]); x; x &= x - 1) count++;
     return count;
 }
+constexpr bool kMatrixUnit = false;
 constexpr bool kInterleaves = false;  // 0.5 to 1.4 times as fast
 constexpr int kTileTokens = 4;        // a matrix tile: 2 vectors of rows times this many tokens
 constexpr int kFloatTileTokens = 4;

@@ -19,7 +19,7 @@ extern const SearchKernels kSearch_avx2, kSearch_avx512;
 const SearchKernels* search_kernels_named(const char* isa) {
 #ifdef THERMOCLINE_X86
     const std::string name = isa;
-    if (name == "avx512") return &kSearch_avx512;
+    if (name == "avx512" || name == "amx") return &kSearch_avx512;
     if (name == "avx2" || name == "avxvnni") return &kSearch_avx2;
 #endif
     (void)isa;

@@ -66,7 +66,7 @@ FFN_PAIRS = [
 ]
 QUANTISED = [f.name for f in quant.FORMATS.values() if f.block > 1]
 
-# Up to 4 tokens are multiplied row by row, more in tiles of at most 12; each size is code of its own.
+# Up to 4 tokens are multiplied row by row, more in tiles of at most 16; each size is code of its own.
 TOKENS = (*range(1, 12), 17, 64, 65, 130)
 # A rounding is 6e-8, a sum of a few thousand some 1e-6 at worst: squared, with room for the order of sums.
 F32_NMSE = 1e-10

@@ -34,10 +34,12 @@ FILE_FLAGS = {
     "isa_avxvnni": "-mavx2 -mfma -mf16c -mavxvnni",
     "isa_avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
     " -Wno-uninitialized -Wno-maybe-uninitialized",
+    "isa_amx": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mamx-tile -mamx-int8"
+    " -Wno-uninitialized -Wno-maybe-uninitialized -Wno-unused-function",
     "search_avx2": "-mavx2 -mfma",
     "search_avx512": "-mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq",
 }
-X86 = {"isa_avx2", "isa_avxvnni", "isa_avx512", "search_avx2", "search_avx512"}
+X86 = {"isa_avx2", "isa_avxvnni", "isa_avx512", "isa_amx", "search_avx2", "search_avx512"}
 ARM = {"isa_neon"}
 # Of test_kernels.py: what csrc/bindings/bindings.cpp refuses. It is not in the core that answers here.
 OF_THE_BINDINGS = "not refused and not no_other"

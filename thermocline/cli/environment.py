@@ -15,7 +15,7 @@ from thermocline.session.options import default_cache_dir
 # Variables that are no option's twin: ISA lowers the instruction set, DEBUG=1 shows tracebacks.
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 OTHER_VARIABLES: dict[str, Parse] = {
-    "ISA": one_of("scalar", *(("neon",) if ARM else ("avx2", "avxvnni", "avx512"))),
+    "ISA": one_of("scalar", *(("neon",) if ARM else ("avx2", "avxvnni", "avx512", "amx"))),
     "DEBUG": switch,
 }
 
