@@ -217,7 +217,8 @@ int32_t RowCache<Policy>::worst() {
 template <class Policy>
 int32_t RowCache<Policy>::place_for(int32_t neuron) {
     const int32_t at = read_only ? -1 : worst();
-    if (!deserves(neuron, at) && !pool_.idle.empty()) {
+    if (!deserves(neuron, at)) {
+        if (pool_.idle.empty()) return kHot;
         const int32_t passing = pool_.idle.back();
         return pool_.idle.pop_back(), int32_t(cold_.size()) + passing;
     }

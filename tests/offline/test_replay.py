@@ -113,6 +113,18 @@ def test_lru_keeps_what_was_used_last(slots: int) -> None:
     assert missed("lru", sets, 24, slots) == expected
 
 
+def test_a_step_of_many_misses_evicts_nothing_that_scores_higher() -> None:
+    """A call has 1024 slots of its own. Those that found none took a better record's slot, before the same
+    step needed that: hits of a layer with 4000 misses were half of what a fixed set finds."""
+    neurons, slots = 6000, 1500
+    assert neurons - slots > 2 * _native.limits().stream_slots
+    cache = _native.CacheReplay("pinned", neurons=neurons, hot=0, slots=slots, likely=None)
+    out = np.empty(neurons, np.int32)
+    for _ in range(3):
+        n = cache.step(np.arange(neurons, dtype=np.int32), out)
+        assert sorted(out[:n]) == list(range(slots, neurons))
+
+
 def test_a_step_that_names_no_set_of_neurons_is_refused() -> None:
     cache = _native.CacheReplay("lfu", neurons=10, hot=0, slots=3, likely=None)
     out = np.empty(10, np.int32)

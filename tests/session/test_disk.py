@@ -530,6 +530,18 @@ def test_what_was_needed_most_is_kept(tmp_path: Path) -> None:
     assert missed[1:] == [0, 0, 0], "all active ones (half of 700) fit"
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_more_misses_than_the_call_has_slots_evict_nothing_likelier(tmp_path: Path, threads: int) -> None:
+    neurons_, quota = 4000, 300
+    likely = np.zeros(neurons_, np.float32)
+    likely[:quota] = 1
+    ffn, rows = Case(neurons(tmp_path / "f", "q8_0", neurons=neurons_)).on_disk(0, quota, likely=likely)
+    context = _native.Context(threads)
+    for i, h in enumerate(calls(tokens=(1,) * 4)):
+        call(context, ffn, h, "off")
+        assert rows.stats()["missed"] == (i + 1) * (neurons_ - quota)
+
+
 def test_slots_follow_what_the_profile_says_is_likely(tmp_path: Path) -> None:
     """A neuron needed once does not push out those of which half the tokens are said to need each."""
     made = neurons(tmp_path / "f")
