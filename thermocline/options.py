@@ -170,10 +170,11 @@ class Given(enum.Flag):
     SEVERAL = enum.auto()  # several times, and several values after one flag
     BY_POSITION = enum.auto()  # without its flag, too
     REQUIRED = enum.auto()
+    BARE = enum.auto()  # by its flag alone, too: its parser then gets an empty text
 
 
 AS_FLAG, REPEATED, SEVERAL = Given.AS_FLAG, Given.REPEATED, Given.SEVERAL
-BY_POSITION, REQUIRED = Given.BY_POSITION, Given.REQUIRED
+BY_POSITION, REQUIRED, BARE = Given.BY_POSITION, Given.REQUIRED, Given.BARE
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         elif SEVERAL in o.given:
             groups[o.group].add_argument(*names, action="extend", nargs="+", metavar=o.metavar, **about)
         else:
-            groups[o.group].add_argument(*names, action="append", metavar=o.metavar, **about)
+            bare = {"nargs": "?", "const": ""} if BARE in o.given else {}
+            groups[o.group].add_argument(*names, action="append", metavar=o.metavar, **bare, **about)
 
 
 # ---- argparse and the environment -> an options object

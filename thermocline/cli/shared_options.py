@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from thermocline.options import AS_FLAG, BY_POSITION, nonempty, one_of, opt, real, some_of, switch, whole
+from thermocline.cluster.address import ray_address
+from thermocline.options import (
+    AS_FLAG,
+    BARE,
+    BY_POSITION,
+    nonempty,
+    one_of,
+    opt,
+    real,
+    some_of,
+    switch,
+    whole,
+)
 from thermocline.session.options import (
     ACTIVATIONS,
     CACHE_TYPES,
@@ -145,3 +157,20 @@ def ram_limit() -> Any:
         "of FFNs stay on disk."
     )
     return memory_limit(help, "what is free")
+
+
+def process_count(of: str) -> Any:
+    help = (
+        f"Processes that share the {of}, each with the model in its memory; they share threads and memory. "
+        "With --ray they are its workers, and --threads and --ram are those of each."
+    )
+    shown = "1; with --ray as many as there are CPUs for"
+    return opt(None, whole(1, 4096), "N", "Workers", help, shown=shown)
+
+
+def on_ray() -> Any:
+    help = (
+        "Divide the work between the machines of a Ray cluster: HOST:PORT of its head, ray://HOST:PORT or "
+        "auto. Or local, as without an address: a Ray of this machine, which ends with the command."
+    )
+    return opt(None, ray_address, "ADDRESS", "Workers", help, shown="off", given=BARE)

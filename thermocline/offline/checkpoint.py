@@ -79,11 +79,11 @@ class ProfileCheckpoint:
     def held_bytes(self) -> int:
         return sum(map(len, self._at.held))
 
-    def add(self, passage: Counted) -> None:
-        """Add the counts and samples of the next passage."""
+    def add(self, found: Counted, passages: int = 1) -> None:
+        """Add the counts and samples of the next passage, or of several that were counted together."""
         at = self._at
-        held = (*at.held, *map(_packed, passage.samples))
-        self._at = replace(at, done=at.done + 1, counts=at.counts + passage.counts, held=held)
+        held = (*at.held, *map(_packed, found.samples))
+        self._at = replace(at, done=at.done + passages, counts=at.counts + found.counts, held=held)
 
     def save(self) -> None:
         at = self._at

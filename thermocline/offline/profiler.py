@@ -19,13 +19,8 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.errors import IOFailure, Unsupported, UsageError
-from thermocline.offline.activity import (
-    STEP,
-    ProfileWorker,
-    count_passages,
-    down_norms,
-    passage_bytes,
-)
+from thermocline.offline import counting
+from thermocline.offline.activity import STEP, down_norms, passage_bytes
 from thermocline.offline.checkpoint import ProfileCheckpoint
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
@@ -40,10 +35,10 @@ from thermocline.pack.activity_profile import (
 )
 from thermocline.pack.reorder import hottest_first, write_reordered
 from thermocline.plan.memory import scratch_bytes
-from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
 from thermocline.session.session import Session
 
 if TYPE_CHECKING:
+    from thermocline.cluster.shards import Workers
     from thermocline.model.spec import ModelSpec
     from thermocline.offline.corpus import Corpus
     from thermocline.pack.pack import Pack
@@ -73,6 +68,7 @@ class ProfileJob:
     ram: float | None = None  # GiB that all of it may take; None: what is free
     sampled: tuple[int, ...] | None = None  # layers to sample, up to which the model runs; None: all of them
     active: float = 1.0  # at most about this share of neurons is active
+    across: Workers | None = None  # processes or machines to divide the passages between; None: this process
 
 
 @dataclass(frozen=True)
@@ -151,9 +147,8 @@ def _check_disk(pack: Pack, output: Path, n: int) -> None:
 
 def open_session(r: ProfileJob, n: int, progress: Progress) -> Session:
     """Open the pack within the memory that there is; read no weight. Raises OutOfBudget and UsageError."""
-    options = EngineOptions(
-        threads=r.threads, context=r.context, max_batch=1, kv_tokens=LENDS_WEIGHTS, ram=r.ram
-    )
+    ram = r.ram if r.across is None else r.across.ram(r.ram)
+    options = counting.options(r.threads, r.context, ram)
 
     def reading(what: str, done: int, of: int) -> None:
         progress(what, done, of, "B")
@@ -197,22 +192,20 @@ def count(
     passages, done = r.corpus.passages, checkpoint.done
     if done == len(passages):
         return 0.0
-    norms = down_norms(r.pack) if n else []  # before the weights: a layer's rows take memory
-    weights = session.loaded.weights
-    threads = max(1, r.threads // r.workers)
-    prefix = r.corpus.prefix
-    workers = [
-        ProfileWorker(r.pack.spec, weights, prefix, r.context, threads, norms, r.sampled)
-        for _ in range(r.workers)
-    ]
     tokens = r.corpus.tokens_before(done)
     begin = saved = time.monotonic()
     progress("counting", tokens, r.corpus.tokens, " tokens")
-    with closing(count_passages(workers, passages[done:], sampled_tokens(passages, n)[done:])) as found:
+    left = [*zip(passages[done:], sampled_tokens(passages, n)[done:], strict=True)]
+    norms = down_norms(r.pack) if n else []  # before the weights: a layer's rows take memory
+    if r.across is None:
+        counted_by = counting.in_this_process(r, session, left, norms)
+    else:
+        counted_by = counting.across(r, session, left, norms, _own_bytes(r, n))
+    with closing(counted_by) as found:
         try:
-            for passage, counted in zip(passages[done:], found, strict=True):
-                checkpoint.add(counted)
-                tokens += len(passage)
+            for these, counted in found:
+                checkpoint.add(counted, len(these))
+                tokens += sum(map(len, these))
                 progress("counting", tokens, r.corpus.tokens, " tokens")
                 if time.monotonic() - saved > SAVE_S or checkpoint.held_bytes > SAVE_BYTES:
                     checkpoint.save()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
+from thermocline.cli.fan_out import is_divided, workers_of
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
     HUB_HELP,
@@ -19,6 +21,8 @@ from thermocline.cli.shared_options import (
     cache_type_values,
     gpu_memory,
     json_output,
+    on_ray,
+    process_count,
     quiet_output,
     ram_limit,
     sparsity_mode,
@@ -27,18 +31,22 @@ from thermocline.cli.shared_options import (
     which_gpu,
 )
 from thermocline.cli.table import percent, table
-from thermocline.errors import UsageError
+from thermocline.errors import BadFile, UsageError
 from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, whole
 from thermocline.session.options import SPARSITIES
 
 if TYPE_CHECKING:
-    from thermocline.offline.evaluate import Reader
-    from thermocline.ops.interface import I32
+    from thermocline.cluster.shards import Workers
+    from thermocline.offline.evaluate import F64, Comparison, Reader
+    from thermocline.ops.interface import I32, FFNStats
     from thermocline.pack.stored_model import StoredModel
     from thermocline.session.session import Session
 
+    Scored = F64 | Comparison  # of one window: of one model's tokens, or of two models'
+
 T = TypeVar("T")
+SHARD_TOKENS = 4096  # of a shard at most
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class EvalOptions:
     gpu: str = which_gpu()
     vram: float | None = gpu_memory()
     threads: int = thread_count()
+    processes: int | None = process_count("windows")
+    ray: str | None = on_ray()
     cache_type_k: str = cache_type_keys()
     cache_type_v: str = cache_type_values()
 
@@ -92,21 +102,30 @@ class EvalOptions:
 def evaluate(o: EvalOptions) -> int:
     """Print the windows that are done when Ctrl-C comes like the whole text."""
     from thermocline.machine import hardware
+    from thermocline.ops.interface import FFNStats
 
     threads = o.threads if o.threads > 0 else hardware.default_threads()
+    _check_divided(o)
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
         sides = _sides(o, progress)
         texts = _texts(o, sides)
-        left_out = None
-        sessions = _sessions(o, sides, threads, stack, progress)
-        if o.read_budget is None:
-            readers = _readers(sessions, sides, o.ctx, shares_cache(o, sides))
+        left_out, stats = None, FFNStats()
+        workers = stack.enter_context(workers_of(o))
+        if workers is not None:
+            found: Iterator[Scored] = stack.enter_context(closing(_across(workers, o, sides, texts, stats)))
         else:
-            (session,) = sessions.values()  # of both sides
-            readers, left_out = _bounded_readers(session, sides, o.ctx, o.read_budget)
+            sessions = _sessions(o, sides, threads, stack, progress)
+            if o.read_budget is None:
+                readers = _readers(sessions, sides, o.ctx, shares_cache(o, sides))
+            else:
+                (session,) = sessions.values()  # of both sides
+                readers, left_out = _bounded_readers(session, sides, o.ctx, o.read_budget)
+            readers[0].stats, found = stats, _read(readers, texts)
         begin = time.perf_counter()
-        bar = partial(progress.at, "evaluating", unit=" windows")
-        about, windows, interrupted = _measured(readers, texts, bar)
+        bar = partial(progress.at, "evaluating", total=len(texts), unit=" windows")
+        scored, interrupted = until_interrupted(_shown(found, bar))
+        windows, about = len(scored), _about(scored) if scored else {}
+        about |= _active(stats, sides[0])
     if not windows:
         raise KeyboardInterrupt
     facts: dict[str, Any] = {
@@ -305,32 +324,97 @@ def _bounded_readers(
     return readers, lambda: store.counts().left_out
 
 
-def _measured(
-    readers: Sequence[Reader], texts: I32, progress: Callable[[int, int], None]
-) -> tuple[dict[str, Any], int, bool]:
-    """Return (results, the number of their windows, whether Ctrl-C came)."""
+def _check_divided(o: EvalOptions) -> None:
+    for flag, given in (("--gpu", o.gpu != "off"), ("--read-budget", o.read_budget is not None)):
+        if given and is_divided(o):
+            raise UsageError(
+                f"{flag}: not with --processes or --ray, where windows are read apart, on CPUs; leave it out"
+            )
+
+
+def _read(readers: Sequence[Reader], texts: I32) -> Iterator[Scored]:
+    """Yield each window's scores, or its comparison of two readers."""
+    from thermocline.offline import evaluate
+
+    return (
+        evaluate.scores(readers[0], texts)
+        if len(readers) == 1
+        else evaluate.comparisons(readers[0], readers[1], texts)
+    )
+
+
+def _shown(found: Iterable[Scored], bar: Callable[[int], None]) -> Iterator[Scored]:
+    for done, window in enumerate(found, 1):
+        yield window
+        bar(done)
+
+
+def _across(
+    workers: Workers, o: EvalOptions, sides: Sequence[Side], texts: I32, stats: FFNStats
+) -> Generator[Scored]:
+    """Yield the same from other processes or machines, some windows at a time. Add up their `stats`."""
+    from thermocline.cluster import shards
+
+    ram = workers.ram(o.ram)
+    with ExitStack() as stack, ProgressBar(quiet=True) as silent:
+        sessions = _sessions(replace(o, ram=ram), sides, max(1, o.threads), stack, silent)
+        nbytes = sum(session.memory_bytes for session in sessions.values())
+    named = {
+        n: os.path.abspath(x) for n in ("model", "against") if (x := getattr(o, n)) and os.path.exists(x)
+    }
+    work = ReadingWork(replace(o, ram=ram, **named), tuple(side.pack.stamp for side in sides))
+    cuts = shards.sizes(len(texts), max(1, SHARD_TOKENS // o.ctx), workers.most)
+    with closing(workers.map(work, [texts[cut] for cut in cuts], nbytes)) as found:
+        for windows, more in found:
+            yield from windows
+            stats += more
+
+
+@dataclass(frozen=True)
+class ReadingWork:
+    """Reading windows, as a worker does it. `stamps`: of both sides' models."""
+
+    options: EvalOptions
+    stamps: tuple[tuple[str, str], ...]
+
+    @contextmanager
+    def open(self, threads: int) -> Iterator[Callable[[I32], tuple[list[Scored], FFNStats]]]:
+        from thermocline.ops.interface import FFNStats
+
+        o = self.options
+        with ProgressBar(quiet=True) as progress, ExitStack() as stack:
+            sides = _sides(o, progress)
+            for side, stamp in zip(sides, self.stamps, strict=True):
+                if side.pack.stamp != stamp:
+                    raise BadFile(f"{side.pack.path}: is another model here; put the same one there")
+            readers = _readers(_sessions(o, sides, threads, stack, progress), sides, o.ctx, shared=False)
+
+            def read(texts: I32) -> tuple[list[Scored], FFNStats]:
+                readers[0].stats = FFNStats()
+                return [*_read(readers, texts)], readers[0].stats
+
+            yield read
+
+
+def _about(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Return the results of all windows."""
     import numpy as np
 
     from thermocline.offline import evaluate
 
-    if len(readers) == 1:
-        scores, interrupted = until_interrupted(evaluate.scores(readers[0], texts, progress))
-        about = asdict(evaluate.Perplexity.of(np.concatenate(scores))) if scores else {}
-        return about | _active(readers[0]), len(scores), interrupted
-    pairs, interrupted = until_interrupted(evaluate.comparisons(readers[0], readers[1], texts, progress))
+    pairs = [x for x in scored if isinstance(x, evaluate.Comparison)]
     if not pairs:
-        return {}, 0, interrupted
+        return asdict(evaluate.Perplexity.of(np.concatenate([*scored])))
     found = asdict(evaluate.Divergence.of(evaluate.Comparison.join(pairs)))
     own, base = found.pop("own"), found.pop("base")
-    return own | _active(readers[0]) | {"against": base | found}, len(pairs), interrupted
+    return {**own, "against": base | found}
 
 
-def _active(reader: Reader) -> dict[str, Any]:
+def _active(s: FFNStats, side: Side) -> dict[str, Any]:
     """Return the shares of neurons; null where none is ever inactive, or none is predicted."""
-    s, sparse = reader.stats, reader.model.spec.sparse
     return {
-        "active_fraction": s.active / max(1, s.neurons) if sparse else None,
-        "predicted_fraction": s.predicted / max(1, s.gates_dense) if reader.sparsity == "predict" else None,
+        "active_fraction": s.active / max(1, s.neurons) if side.pack.spec.sparse else None,
+        "predicted_fraction": s.predicted / max(1, s.gates_dense) if side.sparsity == "predict" else None,
     }
 
 

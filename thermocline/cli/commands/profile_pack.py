@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.commands.routing import profile_routes
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
+from thermocline.cli.fan_out import is_divided, workers_of
 from thermocline.cli.packs import pack_directory
 from thermocline.cli.shared_options import (
     gpu_memory,
     json_output,
     memory_limit,
+    on_ray,
+    process_count,
     quiet_output,
     thread_count,
     which_gpu,
@@ -52,6 +55,8 @@ class ProfileOptions:
     workers: int = opt(
         1, whole(1, 256), "N", "Model", "Passages computed side by side; they share the threads."
     )
+    processes: int | None = process_count("passages")
+    ray: str | None = on_ray()
 
     corpus: tuple[str, ...] = opt(
         (), nonempty, "FILE", "Text", "Text files (UTF-8), several after one flag; they are read in turn.",
@@ -88,8 +93,10 @@ def profile(o: ProfileOptions) -> int:
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)
-    with ProgressBar(quiet=o.quiet) as progress:
-        request = profile_request(o)
+    if o.workers > 1 and is_divided(o):
+        raise UsageError(f"--workers {o.workers}: work beside each other in one process; leave it out")
+    with ProgressBar(quiet=o.quiet) as progress, workers_of(o) as workers:
+        request = replace(profile_request(o), across=workers)
         n, text = request.samples, request.corpus
         nbytes = size(n * profiler.sample_bytes(request.pack.spec))
         log.info(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {nbytes}")

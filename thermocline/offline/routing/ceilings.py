@@ -5,8 +5,11 @@ Policies of the core are its own code (`plan/disk/expert_hits.py`), the others `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +17,10 @@ from thermocline.offline.cache_policies import POLICIES as OF_NEURONS
 from thermocline.offline.cache_policies import S3FIFO, Belady, Maker
 from thermocline.offline.routing.statistics import Choices
 from thermocline.plan.disk.expert_hits import F32, I32, POLICY, Bool, missed, needs_of
+
+if TYPE_CHECKING:
+    from thermocline.cluster.shards import Workers
+    from thermocline.offline.routing.statistics import I64 as Chosen
 
 # The engine's first, the ceiling last.
 POLICIES = (POLICY, *(name for name in OF_NEURONS if name != "belady"), "belady")
@@ -34,24 +41,72 @@ class Ceiling:
 
 
 def ceilings(
-    found: Choices, policies: Sequence[str], likely: Mapping[int, F32] | None = None, batch: int = 1
-) -> Iterator[Ceiling]:
-    """Yield each size and policy. `likely`: of layer number n of `found`, by a profile: what is there first.
+    found: Choices,
+    policies: Sequence[str],
+    likely: Mapping[int, F32] | None = None,
+    batch: int = 1,
+    *,
+    across: Workers | None = None,
+    progress: Callable[[int, int], None] = lambda done, layers: None,
+) -> list[Ceiling]:
+    """Return each size and policy. `likely`: of layer number n of `found`, by a profile: what is there first.
 
-    `batch`: steps decode so many parts of the trace together.
+    `batch`: steps decode so many parts of the trace together. `across`: who plays the layers; None: this
+    process.
     """
-    active = found.chosen[0].shape[1]
-    needs = [needs_of(chosen, found.experts, batch) for chosen in found.chosen]
-    needed, tokens = sum(int(n.sum()) for n in needs), len(needs[0]) * batch
-    for held in SHARES:
-        slots = max(1, round(held * found.experts))
-        for policy in policies:
-            each = [
-                int(played(n, slots, policy, active, None if likely is None else likely[i]).sum())
-                for i, n in enumerate(needs)
-            ]
-            by_layer = tuple(m / tokens for m in each)
-            yield Ceiling(held, slots, policy, 1 - sum(each) / needed, sum(by_layer), by_layer)
+    work = PlayedLayers(found.experts, tuple(policies), batch)
+    layers = [(chosen, None if likely is None else likely[i]) for i, chosen in enumerate(found.chosen)]
+    found_by_layer = map(work.play, layers) if across is None else across.map(work, layers, 0)
+    played_layers: list[LayerPlayed] = []
+    for layer in found_by_layer:
+        played_layers.append(layer)
+        progress(len(played_layers), len(layers))
+    needed, tokens = sum(x.needed for x in played_layers), played_layers[0].steps * batch
+    rows = []
+    for i, (held, policy) in enumerate(itertools.product(SHARES, policies)):
+        each = [x.missed[i] for x in played_layers]
+        by_layer = tuple(m / tokens for m in each)
+        rows.append(
+            Ceiling(
+                held, _slots(held, found.experts), policy, 1 - sum(each) / needed, sum(by_layer), by_layer
+            )
+        )
+    return rows
+
+
+def _slots(held: float, experts: int) -> int:
+    return max(1, round(held * experts))
+
+
+@dataclass(frozen=True)
+class LayerPlayed:
+    """A layer's sums."""
+
+    needed: int  # experts of all steps
+    steps: int
+    missed: tuple[int, ...]  # of each size and each policy in it
+
+
+@dataclass(frozen=True)
+class PlayedLayers:
+    """Playing a layer through every cache, here or in a worker."""
+
+    experts: int
+    policies: tuple[str, ...]
+    batch: int
+
+    @contextlib.contextmanager
+    def open(self, threads: int) -> Iterator[Callable[[tuple[Chosen, F32 | None]], LayerPlayed]]:
+        yield self.play
+
+    def play(self, layer: tuple[Chosen, F32 | None]) -> LayerPlayed:
+        chosen, likely = layer
+        needs = needs_of(chosen, self.experts, self.batch)
+        missed = tuple(
+            int(played(needs, _slots(held, self.experts), policy, chosen.shape[1], likely).sum())
+            for held, policy in itertools.product(SHARES, self.policies)
+        )
+        return LayerPlayed(int(needs.sum()), len(needs), missed)
 
 
 def played(needs: Bool, slots: int, policy: str, active: int, likely: F32 | None) -> I32:

@@ -6,28 +6,34 @@ checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from thermocline.cluster import shards
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import IOFailure, UsageError
 from thermocline.offline.activity import Passages, passage_bytes, passage_positions
 from thermocline.offline.corpus import Corpus
+from thermocline.offline.counting import SHARD_TOKENS, open_same
 from thermocline.offline.routing.recorder import GpuRouteRecorder, RouteRecorder, check_routed
 from thermocline.offline.routing.route_checkpoint import RouteCheckpoint, RouteCounts
 from thermocline.ops.interface import CPU, I32, opaque
-from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
+from thermocline.pack.route_profile import U16, RouteProfile, path_of, write_routes
 from thermocline.plan.memory import context_for
 from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
 from thermocline.session.session import Session
 
 if TYPE_CHECKING:
+    from thermocline.cluster.shards import Workers
     from thermocline.model.spec import ModelSpec
     from thermocline.offline.routing.recorder import SharesOfGpu
     from thermocline.ops.interface import OpaqueOps
@@ -49,6 +55,7 @@ class RouteJob:
     model: StoredModel
     corpus: Corpus
     options: EngineOptions
+    across: Workers | None = None  # processes or machines to divide the passages between; None: this process
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,10 @@ def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
 
     on_gpu = job.options.gpu != "off"
     options = replace(job.options, kv_tokens=passage_positions(context) if on_gpu else LENDS_WEIGHTS)
+    if job.across is not None:
+        options = replace(options, ram=job.across.ram(options.ram))
     beside = _own_bytes(spec, context, on_gpu)
+    kept = traced_passages(corpus.passages)
     checkpoint = RouteCheckpoint(model, corpus, context)
     with Session.open(model, options, progress=reading, beside=beside) as session:
         check_routers(session)
@@ -123,11 +133,14 @@ def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
             log.info(f"going on after {before} of {corpus.tokens} tokens")
         begin = saved = time.monotonic()
         try:
-            for state in _counted(corpus, session, context, found):
-                progress("counting", corpus.tokens_before(state.done), corpus.tokens, " tokens")
-                if time.monotonic() - saved > SAVE_S:
-                    checkpoint.save(state)
-                    saved = time.monotonic()
+            with closing(_chosen(job, session, beside, found)) as chosen:
+                progress("counting", before, corpus.tokens, " tokens")
+                for experts in chosen:
+                    state = state.after([*experts], traced=state.done in kept)
+                    progress("counting", corpus.tokens_before(state.done), corpus.tokens, " tokens")
+                    if time.monotonic() - saved > SAVE_S:
+                        checkpoint.save(state)
+                        saved = time.monotonic()
         except BaseException:
             checkpoint.save(state)
             raise
@@ -137,21 +150,56 @@ def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
     return RoutesCounted(profile, now / (time.monotonic() - begin) if now else None, before)
 
 
-def _counted(corpus: Corpus, session: Session, context: int, state: RouteCounts) -> Iterator[RouteCounts]:
-    """Yield the counts so far, and after each further passage."""
-    yield state
-    if state.done == len(corpus.passages):
+def _chosen(job: RouteJob, session: Session, beside: int, state: RouteCounts) -> Generator[U16]:
+    """Yield the choices [layers, tokens, active] of each passage that is left."""
+    corpus, context = job.corpus, context_for(job.model.spec, job.options.context)
+    left = corpus.passages[state.done :]
+    if not left:
         return
-    spec, weights, kept = session.pack.spec, session.loaded.weights, traced_passages(corpus.passages)
-    skip, (recorder, ops) = len(corpus.prefix), _recorder(session)
-    passages = Passages(spec, weights, ops, context, storage=session.storage)
-    for passage in corpus.passages[state.done :]:
+    if job.across is None:
+        yield from map(_chooser(session, corpus.prefix, context), left)
+        return
+    options = replace(session.options, threads=None)
+    path = Path(os.path.abspath(job.model.path))
+    work = RoutingWork(path, job.model.stamp, corpus.prefix, context, options, beside)
+    cuts = shards.sizes(len(left), max(1, SHARD_TOKENS // context), job.across.most)
+    with closing(job.across.map(work, [left[cut] for cut in cuts], session.memory_bytes)) as found:
+        for several in found:
+            yield from several
+
+
+def _chooser(session: Session, prefix: I32, context: int) -> Callable[[I32], U16]:
+    """Return a function that gives the choices of a passage."""
+    spec, skip = session.pack.spec, len(prefix)
+    recorder, ops = _recorder(session)
+    passages = Passages(spec, session.loaded.weights, ops, context, storage=session.storage)
+
+    def chosen(passage: I32) -> U16:
         recorder.begin()
-        for tokens in passages.compute(np.concatenate([corpus.prefix, passage])):
+        for tokens in passages.compute(np.concatenate([prefix, passage])):
             recorder.take(tokens)
-        chosen = recorder.choices(corpus.name).chosen
-        state = state.after([c[skip:].astype(np.uint16) for c in chosen], traced=state.done in kept)
-        yield state
+        return np.stack([c[skip:].astype(np.uint16) for c in recorder.choices("").chosen])
+
+    return chosen
+
+
+@dataclass(frozen=True)
+class RoutingWork:
+    """Asking a mixture's routers, as a worker does it."""
+
+    model: Path
+    stamp: tuple[str, str]
+    prefix: I32
+    context: int
+    options: EngineOptions
+    beside: int
+
+    @contextlib.contextmanager
+    def open(self, threads: int) -> Iterator[Callable[[Sequence[I32]], list[U16]]]:
+        model = open_same(self.model, self.stamp)
+        with Session.open(model, replace(self.options, threads=threads), beside=self.beside) as session:
+            chosen = _chooser(session, self.prefix, self.context)
+            yield lambda passages: [chosen(p) for p in passages]
 
 
 def _recorder(session: Session) -> tuple[RouteRecorder | GpuRouteRecorder, OpaqueOps]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
+from thermocline.cli.fan_out import is_divided, workers_of
 from thermocline.cli.table import table
 from thermocline.errors import UsageError
 
@@ -55,9 +56,11 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
                 f"{flag}: not of a mixture, whose experts are counted and which stays as it is; leave it out "
                 "(`thermocline trace` draws)"
             )
-    with ProgressBar(quiet=o.quiet) as progress:
+    if o.gpu != "off" and is_divided(o):
+        raise UsageError(f"--gpu {o.gpu}: processes and machines compute on their CPUs; leave it out")
+    with ProgressBar(quiet=o.quiet) as progress, workers_of(o) as workers:
         try:
-            about = _counted(_job(o, model), progress)
+            about = _counted(dataclasses.replace(_job(o, model), across=workers), progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
             return INTERRUPTED
@@ -81,7 +84,7 @@ def beside_neurons(job: ProfileJob, progress: ProgressBar) -> dict[str, Any] | N
     if not _of_experts(pack):
         return None
     options = EngineOptions(context=job.context, max_batch=1, threads=job.threads, ram=job.ram)
-    return _counted(RouteJob(pack, job.corpus, options), progress)
+    return _counted(RouteJob(pack, job.corpus, options, job.across), progress)
 
 
 def _counted(job: RouteJob, progress: ProgressBar) -> dict[str, Any]:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.commands.bench import CACHE_POLICIES
 from thermocline.cli.commands.routing.routes import decoded
 from thermocline.cli.console import ProgressBar, emit, emit_json
+from thermocline.cli.fan_out import workers_of
 from thermocline.cli.packs import find_model
-from thermocline.cli.shared_options import json_output, quiet_output, thread_count, which_activation
+from thermocline.cli.shared_options import (
+    json_output,
+    on_ray,
+    process_count,
+    quiet_output,
+    thread_count,
+    which_activation,
+)
 from thermocline.cli.table import markdown_row
 from thermocline.errors import UsageError
 from thermocline.options import BY_POSITION, nonempty, opt, some_of, whole
@@ -37,6 +46,8 @@ class TraceOptions:
     )  # fmt: skip
     activation: str | None = which_activation()
     threads: int = thread_count()
+    processes: int | None = process_count("layers that are played")
+    ray: str | None = on_ray()
     routes: str | None = opt(
         None, nonempty, "FILE", "Tokens", "Play a route trace (a .csv with `# route_trace v1`).", shown="none"
     )
@@ -83,10 +94,11 @@ def trace(o: TraceOptions) -> int:
         if tokens < 2 * o.batch:
             raise UsageError(f"--batch {o.batch}: there are {tokens} tokens, two steps' at least are needed")
         likely = None if p.own is None else dict(enumerate(p.own.likely.values()))
-        rows, policies = [], o.policy or POLICIES
-        for c in ceilings(p.found, policies, likely, o.batch):
-            rows.append(_row(p, c))
-            progress.at("playing", len(rows), 7 * len(policies), " caches")
+        policies = o.policy or POLICIES
+        bar = partial(progress.at, "playing", unit=" layers")
+        with workers_of(o) as workers:
+            played = ceilings(p.found, policies, likely, o.batch, across=workers, progress=bar)
+        rows = [_row(p, c) for c in played]
     about = _about(p, o.batch)
     if o.plot is not None:
         drawn = [{"policy": r["policy"], "places": r["held"], "hit_rate": r["hit_rate"]} for r in rows]

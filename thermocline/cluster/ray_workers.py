@@ -1,0 +1,133 @@
+"""Workers that are Ray actors. Ray places and restarts them, sends lost shards again and spills to disk."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+from thermocline.cluster.ray_cluster import RayCluster, refusal
+from thermocline.cluster.shards import Origin, ShardWorker, Work
+from thermocline.errors import IOFailure, OutOfBudget, ThermoclineError, Unsupported
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+AHEAD = 2  # shards that a worker has: one it computes, and the next, so that it waits for nobody
+RETRIES = 3  # times that Ray sends a shard again whose worker died: as it does by default for its tasks
+PATIENCE_S = 30.0  # after which a person is told that no worker was placed
+
+
+class RayWorkers:
+    """Actors in a cluster, as many as fit, or `count`. Each has `threads` CPUs of its node."""
+
+    def __init__(self, cluster: RayCluster, count: int | None, threads: int | None) -> None:
+        smallest = min(n.cpus for n in cluster.nodes if n.cpus)
+        if threads is None:
+            threads = smallest if count is None else min(smallest, max(1, cluster.cpus // count))
+        self._cluster, self.threads = cluster, threads
+        fit = cluster.places(threads, 0)
+        self.most = fit if count is None else min(count, fit)
+
+    def ram(self, allowed: float | None) -> float | None:
+        """Return what was allowed: it is for each worker, wherever it is."""
+        return allowed
+
+    def map(self, work: Work[S, R], shards: Sequence[S], worker_bytes: int) -> Generator[R]:
+        """Yield the result of each shard. Raises OutOfBudget or IOFailure where Ray gives up."""
+        import ray
+
+        count = min(self.most, self._cluster.places(self.threads, worker_bytes), max(1, len(shards)))
+        origin = Origin.here()
+        actor = ray.remote(ShardWorker).options(
+            num_cpus=self.threads,
+            memory=worker_bytes,
+            max_restarts=-1,
+            max_task_retries=RETRIES,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": {"THERMOCLINE_ISA": origin.isa}},  # else a newer CPU's sums differ
+        )
+        actors = [actor.remote(self.threads, origin, f"Ray worker {i + 1}") for i in range(count)]
+        dispatch = _Dispatch(actors, ray.put(work), shards)
+        try:
+            yield from dispatch.results()
+        finally:
+            dispatch.close()
+
+
+class _Dispatch:
+    """Which actor has which shards. An actor without any goes, so that a lost one can take its place."""
+
+    def __init__(self, actors: list[Any], work: Any, shards: Sequence[Any]) -> None:
+        self._work, self._shards, self._left = work, shards, iter(range(len(shards)))
+        self._actors = dict(enumerate(actors))
+        # Of each call that is not over: its actor, and its shard; None: whether it may take any.
+        self._calls: dict[Any, tuple[int, int | None]] = {
+            a.pid.remote(): (i, None) for i, a in self._actors.items()
+        }
+        self._done: dict[int, Any] = {}
+
+    def results(self) -> Generator[Any]:
+        for wanted in range(len(self._shards)):
+            while wanted not in self._done:
+                self._wait()
+            yield _result(self._done.pop(wanted))
+
+    def _wait(self) -> None:
+        """Take in a call that is over, and give its actor more."""
+        import ray
+
+        over, _ = ray.wait([*self._calls], num_returns=1, timeout=PATIENCE_S)
+        if not over:
+            if all(shard is None for _, shard in self._calls.values()):
+                log.info("waiting for Ray to place a worker: the cluster is busy, or a node is starting")
+            over, _ = ray.wait([*self._calls], num_returns=1)
+        (ref,) = over
+        actor, shard = self._calls.pop(ref)
+        if shard is None:
+            _result(ref)
+        else:
+            self._done[shard] = ref
+        held = sum(i == actor for i, _ in self._calls.values())
+        for n in itertools.islice(self._left, AHEAD - held):
+            self._calls[self._actors[actor].run.remote(self._work, self._shards[n])] = (actor, n)
+            held += 1
+        if held == 0:
+            ray.kill(self._actors.pop(actor))
+
+    def close(self) -> None:
+        import ray
+
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def _result(ref: Any) -> Any:
+    """Return a call's result, or raise its error as the command's own."""
+    import ray
+    from ray import exceptions
+
+    try:
+        return ray.get(ref)
+    except exceptions.RayTaskError as e:
+        if isinstance(e.cause, ThermoclineError):
+            raise e.cause from None
+        if isinstance(e.cause, MemoryError):
+            raise OutOfBudget("a Ray worker is out of memory; use less --ram or fewer --processes") from None
+        raise IOFailure(f"a Ray worker failed: {type(e.cause).__name__}: {refusal(e.cause)}") from None
+    except exceptions.OutOfMemoryError:
+        raise OutOfBudget(
+            "a Ray worker's node is out of memory, and Ray ended it; use less --ram or fewer --processes"
+        ) from None
+    except exceptions.RayError as e:
+        if "No module named" in str(e):
+            raise Unsupported(
+                "a node of the Ray cluster has no thermocline: pip install 'thermocline[cluster]' on each"
+            ) from None
+        raise IOFailure(
+            f"Ray gave up a shard after {RETRIES} retries ({type(e).__name__}: {refusal(e)}); "
+            "the same command goes on from what was done"
+        ) from None
