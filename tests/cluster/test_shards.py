@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 from conftest import Ran
 from divided import DiesOnce, Squares
 
-from thermocline.cluster import processes, ray_cluster, shards
+from thermocline.cluster import ray_cluster, shards
 from thermocline.cluster.address import ray_address
 from thermocline.cluster.processes import LocalProcesses
 from thermocline.cluster.ray_cluster import Node, RayCluster
 from thermocline.cluster.ray_workers import RayWorkers
 from thermocline.cluster.shards import Origin, ShardWorker
 from thermocline.errors import IOFailure, NumericalError, OutOfBudget, Unsupported
+from thermocline.machine import hardware
 
 
 @pytest.mark.parametrize("n", [1, 7, 100])
@@ -53,11 +55,11 @@ def test_processes_give_results_in_order_and_errors_as_they_were(tmp_path: Path)
         [*workers.map(Squares(fails=5), range(20), 0)]
     with pytest.raises(IOFailure, match="a worker process was killed"):
         [*workers.map(DiesOnce(Squares(), 1, tmp_path / "died"), range(20), 0)]
-    assert not processes.multiprocessing.active_children()
+    assert not multiprocessing.active_children()
 
 
 def test_processes_share_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.hardware, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(hardware, "available_bytes", lambda: 8 << 30)
     workers = LocalProcesses(4, threads=8)
     assert (workers.threads, workers.ram(None), workers.ram(2.0), workers.ram(64.0)) == (2, 2.0, 0.5, 2.0)
     assert LocalProcesses(4, threads=2).threads == 1

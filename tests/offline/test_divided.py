@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from conftest import Ran
 from divided import InTurn
 
 from thermocline.cli import fan_out, main
+from thermocline.cli.commands import evaluate, profile_pack, train
+from thermocline.cli.commands.routing import profile_routes, trace
 from thermocline.cluster import shards
 from thermocline.errors import BadFile
 from thermocline.offline import profiler
@@ -33,9 +36,9 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextlib.contextmanager
     def workers(o: fan_out.FannedOut) -> Iterator[InTurn | None]:
-        yield InTurn(o.processes) if (o.processes or 1) > 1 else None
+        yield None if o.processes is None else InTurn(o.processes)
 
-    for command in (main.profile_pack, main.evaluate):
+    for command in (evaluate, profile_pack, profile_routes, trace, train):
         monkeypatch.setattr(command, "workers_of", workers)
 
 
@@ -88,12 +91,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_mixture_s_profile_and_trace_are_the_same_bytes(
-    mixture: Path, thermocline: Run, in_turn: None, monkeypatch: pytest.MonkeyPatch
+    mixture: Path, thermocline: Run, in_turn: None
 ) -> None:
-    from thermocline.cli.commands.routing import profile_routes, trace
-
-    for command in (profile_routes, trace):
-        monkeypatch.setattr(command, "workers_of", main.profile_pack.workers_of)
     found = []
     for more in ([], ["--processes", "3"]):
         counted = thermocline("profile", mixture, "--tokens", 512, "--ctx", 64, "-t", 1, "-q", *more)
@@ -130,3 +129,20 @@ def test_a_worker_with_another_model_at_the_path_is_refused(tiny_pack: Path, mix
     assert open_same(tiny_pack, stamp).stamp == stamp
     with pytest.raises(BadFile, match="another model here"):
         open_same(mixture, stamp)
+
+
+def test_predictors_are_the_same_bytes(
+    tiny_pack: Path, thermocline: Run, in_turn: None, tmp_path: Path
+) -> None:
+    """Each layer is fitted on its own, wherever that is."""
+    asked = ("--tokens", 800, "--ctx", 64, "--samples", 200, "-t", 1, "-q")
+    text = tmp_path / "text"
+    text.write_text(test_profile.TEXT * 12)
+    assert thermocline("profile", tiny_pack, "-o", tmp_path / "one", "--corpus", text, *asked).code == 0
+    for name, more in (("two", []), ("three", ["--processes", "2"])):
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+        fit = ("--kind", "svd", "--max-kld", 9, "--max-ppl", 1e9, "--ctx", 32, "--limit", 1, "-t", 1, "-q")
+        told = thermocline("train", tmp_path / name, *fit, *more)
+        assert told.code == 0, told.err
+    two, three = (files_of(tmp_path / name) for name in ("two", "three"))
+    assert two == three and "predictors.safetensors" in two

@@ -25,6 +25,7 @@ from thermocline.offline.checkpoint import ProfileCheckpoint
 from thermocline.offline.corpus import random_corpus
 from thermocline.offline.training import fits, samples, shortlist, train
 from thermocline.offline.training.samples import PassingText
+from thermocline.offline.training.shortlist import FittedLayer
 from thermocline.pack.activity_profile import open_profile
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import FILE
@@ -139,9 +140,9 @@ def test_a_round_runs_no_further_than_its_layers(
     depths: list[int] = []
     step = ProfileCheckpoint.add
 
-    def spied(checkpoint: Any, passage: Any) -> None:
+    def spied(checkpoint: Any, passage: Any, passages: int) -> None:
         depths.append(int((passage.counts.sum(axis=(1, 2)) > 0).sum()))
-        step(checkpoint, passage)
+        step(checkpoint, passage, passages)
 
     monkeypatch.setattr(ProfileCheckpoint, "add", spied)
     taken(passing(profiled), tmp_path)
@@ -249,7 +250,7 @@ def test_layers_of_another_training_are_not_taken(profiled: Path, tmp_path: Path
     ((_, rows),) = source.layers((0,), tmp_path)
     a = fits.layer_samples(opened, 0, rows)
     with closing(shortlist.FittedLayers(opened, {"seed": 0})) as fitted:
-        fitted.add(0, shortlist.Shortlist(spec, 64, forced=False), a, 1.0)
+        fitted.add(0, FittedLayer.of(0, shortlist.Shortlist(spec, 64, forced=False), a, 1.0))
         assert fitted.missing == [1]
         with pytest.raises(UsageError, match="another process trains predictors"):
             shortlist.FittedLayers(opened, {"seed": 0})

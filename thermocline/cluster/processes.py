@@ -7,8 +7,9 @@ import multiprocessing.util
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any, TypeVar
@@ -37,17 +38,23 @@ class LocalProcesses:
         known = [x for x in (allowed, None if free is None else free / 2**30) if x is not None]
         return min(known) / self.most if known else None
 
-    def map(self, work: Work[S, R], shards: Sequence[S], worker_bytes: int) -> Generator[R]:
+    def map(self, work: Work[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
         """Yield the result of each shard. Raises IOFailure if a process dies."""
         before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(
-            min(self.most, max(1, len(shards))),
+            self.most,
             multiprocessing.get_context("spawn"),
             _begin,
             (work, self.threads),
         )
         try:
-            yield from pool.map(_run, shards)
+            given: deque[Future[R]] = deque()
+            for shard in shards:
+                given.append(pool.submit(_run, shard))
+                if len(given) > self.most:  # one waits for the process that is done first
+                    yield given.popleft().result()
+            while given:
+                yield given.popleft().result()
         except BrokenProcessPool:
             raise IOFailure(
                 "a worker process was killed, maybe for its memory; use fewer --processes or less --ram"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Sequence
+import operator
+from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 from thermocline.cluster.ray_cluster import RayCluster, refusal
@@ -36,11 +37,12 @@ class RayWorkers:
         """Return what was allowed: it is for each worker, wherever it is."""
         return allowed
 
-    def map(self, work: Work[S, R], shards: Sequence[S], worker_bytes: int) -> Generator[R]:
+    def map(self, work: Work[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
         """Yield the result of each shard. Raises OutOfBudget or IOFailure where Ray gives up."""
         import ray
 
-        count = min(self.most, self._cluster.places(self.threads, worker_bytes), max(1, len(shards)))
+        few = max(1, operator.length_hint(shards, self.most))
+        count = min(self.most, self._cluster.places(self.threads, worker_bytes), few)
         origin = Origin.here()
         actor = ray.remote(ShardWorker).options(
             num_cpus=self.threads,
@@ -61,8 +63,8 @@ class RayWorkers:
 class _Dispatch:
     """Which actor has which shards. An actor without any goes, so that a lost one can take its place."""
 
-    def __init__(self, actors: list[Any], work: Any, shards: Sequence[Any]) -> None:
-        self._work, self._shards, self._left = work, shards, iter(range(len(shards)))
+    def __init__(self, actors: list[Any], work: Any, shards: Iterable[Any]) -> None:
+        self._work, self._left = work, enumerate(shards)
         self._actors = dict(enumerate(actors))
         # Of each call that is not over: its actor, and its shard; None: whether it may take any.
         self._calls: dict[Any, tuple[int, int | None]] = {
@@ -71,9 +73,11 @@ class _Dispatch:
         self._done: dict[int, Any] = {}
 
     def results(self) -> Generator[Any]:
-        for wanted in range(len(self._shards)):
-            while wanted not in self._done:
+        for wanted in itertools.count():
+            while wanted not in self._done and self._calls:
                 self._wait()
+            if wanted not in self._done:
+                return
             yield _result(self._done.pop(wanted))
 
     def _wait(self) -> None:
@@ -92,8 +96,8 @@ class _Dispatch:
         else:
             self._done[shard] = ref
         held = sum(i == actor for i, _ in self._calls.values())
-        for n in itertools.islice(self._left, AHEAD - held):
-            self._calls[self._actors[actor].run.remote(self._work, self._shards[n])] = (actor, n)
+        for n, given in itertools.islice(self._left, AHEAD - held):
+            self._calls[self._actors[actor].run.remote(self._work, given)] = (actor, n)
             held += 1
         if held == 0:
             ray.kill(self._actors.pop(actor))

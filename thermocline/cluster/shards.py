@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -39,10 +39,11 @@ class Workers(Protocol):
     def ram(self, allowed: float | None) -> float | None:
         """Return the GiB that one worker may take, if the user allowed so many; None: what is free."""
 
-    def map(self, work: Work[S, R], shards: Sequence[S], worker_bytes: int) -> Generator[R]:
+    def map(self, work: Work[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
         """Yield the result of each shard, in order. Close the generator to stop early.
 
-        `worker_bytes`: what a worker takes. An error that the work raises is raised here.
+        Shards are taken when a worker has time for them, so they may be large. `worker_bytes`: what a worker
+        takes. An error that the work raises is raised here.
         """
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
+from thermocline.cli.fan_out import workers_of
 from thermocline.cli.packs import pack_directory
 from thermocline.cli.predictor_table import fidelity_rows
-from thermocline.cli.shared_options import json_output, memory_limit, quiet_output, thread_count
+from thermocline.cli.shared_options import (
+    json_output,
+    memory_limit,
+    on_ray,
+    process_count,
+    quiet_output,
+    thread_count,
+)
 from thermocline.cli.table import columns, table
 from thermocline.errors import UsageError
 from thermocline.options import (
@@ -95,6 +103,8 @@ class TrainOptions:
         "Memory that all of it may take. Of a larger model neurons stay on disk.", "what is free", "Fitting"
     )
     threads: int = thread_count()
+    processes: int | None = process_count("layers' fits")
+    ray: str | None = on_ray()
     json: bool = json_output()
     quiet: bool = quiet_output("no remarks")
 
@@ -104,7 +114,7 @@ def train(o: TrainOptions) -> int:
     from thermocline.offline.training import train as training
 
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
-        request = train_request(o)
+        request = replace(train_request(o), across=stack.enter_context(workers_of(o)))
         source = sample_source(o, request, stack, progress)
         if "mlp" not in request.kinds and o.kind == "auto":
             log.warning("without PyTorch no predictor is trained; pip install 'thermocline[train]'")

@@ -95,6 +95,47 @@ class LayerReport:
     bytes_exact: float
 
 
+@dataclass(frozen=True)
+class FittedLayer:
+    """The shortlist of a layer as its file holds it: reports and thresholds of every price, and the fits."""
+
+    facts: Json
+    tensors: dict[str, Any]
+
+    @staticmethod
+    def of(layer: int, made: Shortlist, a: LayerSamples, seconds: float) -> FittedLayer:
+        """`a`: the samples that calibrated it."""
+        exact = made.gate * float(a.asked.sum())
+        none = LayerReport(
+            layer, "exact", 0, a.per_expert, exact, **asdict(PredictionQuality.exact(a)), bytes_exact=exact
+        )
+        used = sorted({best[0] for best in made.best if best is not None})
+        thresholds = np.zeros((len(PRICES), a.neurons), np.float32)
+        reports, fits = [], []
+        for i, best in enumerate(made.best):
+            if best is None:
+                reports.append(none)
+                fits.append(-1)
+                continue
+            fit, point = best
+            p, thresholds[i] = made.fits[fit], point.threshold
+            quality = asdict(point.quality)
+            reports.append(
+                LayerReport(layer, p.kind, p.rank, point.hot, point.bytes, **quality, bytes_exact=exact)
+            )
+            fits.append(used.index(fit))
+        tensors: dict[str, Any] = {"thresholds": thresholds}
+        for n, fit in enumerate(used):
+            tensors |= {f"{n}.{name}": x for name, x in tensors_of(made.fits[fit]) if name != "threshold"}
+        facts: Json = {
+            "fits": fits,
+            "nbytes": [made.fits[fit].nbytes for fit in used],
+            "reports": [asdict(r) for r in reports],
+            "seconds": seconds,
+        }
+        return FittedLayer(facts, tensors)
+
+
 class FittedLayers:
     """The shortlists of a pack's layers, in a directory beside it, used by one process at a time.
 
@@ -141,39 +182,11 @@ class FittedLayers:
             same = all(found.facts.get(key) == value for key, value in self._made_for.items())
             return found.facts if same and not [*found.problems()] else None
 
-    def add(self, layer: int, made: Shortlist, a: LayerSamples, seconds: float) -> None:
-        """Keep a layer's shortlist. `a`: the samples that calibrated it."""
-        exact = made.gate * float(a.asked.sum())
-        none = LayerReport(
-            layer, "exact", 0, a.per_expert, exact, **asdict(PredictionQuality.exact(a)), bytes_exact=exact
-        )
-        used = sorted({best[0] for best in made.best if best is not None})
-        thresholds = np.zeros((len(PRICES), a.neurons), np.float32)
-        reports, fits = [], []
-        for i, best in enumerate(made.best):
-            if best is None:
-                reports.append(none)
-                fits.append(-1)
-                continue
-            fit, point = best
-            p, thresholds[i] = made.fits[fit], point.threshold
-            quality = asdict(point.quality)
-            reports.append(
-                LayerReport(layer, p.kind, p.rank, point.hot, point.bytes, **quality, bytes_exact=exact)
-            )
-            fits.append(used.index(fit))
-        tensors: dict[str, Any] = {"thresholds": thresholds}
-        for n, fit in enumerate(used):
-            tensors |= {f"{n}.{name}": x for name, x in tensors_of(made.fits[fit]) if name != "threshold"}
-        shapes = {name: (x.dtype, x.shape) for name, x in tensors.items()}
-        facts: Json = {
-            **self._made_for,
-            "fits": fits,
-            "nbytes": [made.fits[fit].nbytes for fit in used],
-            "reports": [asdict(r) for r in reports],
-            "seconds": seconds,
-        }
-        sidecar.replace(self._path(layer), KIND, self._stamp, facts, shapes, tensors.values())
+    def add(self, layer: int, found: FittedLayer) -> None:
+        """Keep a layer's shortlist."""
+        facts: Json = {**self._made_for, **found.facts}
+        shapes = {name: (x.dtype, x.shape) for name, x in found.tensors.items()}
+        sidecar.replace(self._path(layer), KIND, self._stamp, facts, shapes, found.tensors.values())
         self._facts[layer] = facts
 
     def predictors(self, price: int) -> Predictors:

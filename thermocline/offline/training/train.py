@@ -7,16 +7,21 @@ model: the lowest at which predictions, measured end to end, are as close to exa
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thermocline.errors import OutOfBudget, Unsupported, UsageError
 from thermocline.machine import hardware
+from thermocline.offline.counting import open_same
+from thermocline.offline.training import fit_mlp
 from thermocline.offline.training.calibrate import PRICES, TYPICAL
 from thermocline.offline.training.fits import (
     LayerFit,
@@ -26,7 +31,7 @@ from thermocline.offline.training.fits import (
     layer_samples,
     predictor_bytes,
 )
-from thermocline.offline.training.shortlist import FittedLayers, Shortlist
+from thermocline.offline.training.shortlist import FittedLayer, FittedLayers, Shortlist
 from thermocline.offline.training.trial import Judge, Progress, Texts, TrialJob, Verdict, past
 from thermocline.pack.activity_profile import AGAIN, Profile, open_profile
 from thermocline.pack.pack import Pack
@@ -34,9 +39,12 @@ from thermocline.plan.memory import gib_up, runtime_bytes, size_down, size_up
 from thermocline.session.session import budget_for
 
 if TYPE_CHECKING:
+    from thermocline.cluster.shards import Workers
     from thermocline.files.bounded import Json
-    from thermocline.offline.training.samples import LayerSource
+    from thermocline.offline.training.samples import LayerSource, Mask
+    from thermocline.pack.activity_profile import Rows
     from thermocline.pack.predictor import Predictors
+    from thermocline.pack.stored_model import StoredModel
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +68,7 @@ class TrainJob:
     context: int
     limit: int  # windows of each text
     ram: float | None = None  # GiB that all of it may take; None: what is free
+    across: Workers | None = None  # processes or machines to divide the layers between; None: this process
 
 
 @dataclass(frozen=True)
@@ -153,13 +162,18 @@ def check_memory(r: TrainJob, source: LayerSource) -> None:
     """Raise OutOfBudget if memory is too small for the samples, a layer's fits, or trials."""
     Judge.open_session(_asked(r), predictor_bytes(r.pack.spec, r.kinds)).close()
     source.check()
-    budget, limit = budget_for(r.ram)
-    need = runtime_bytes(r.pack.spec) + fit_bytes(r.pack.spec, source.n, source.active)
+    budget, limit = budget_for(r.ram if r.across is None else r.across.ram(r.ram))
+    need = fitting_bytes(r, source)
     if budget is not None and need > budget:
         raise OutOfBudget(
             f"to fit a layer's predictors to {source.n} samples takes about {size_up(need)} of memory, "
             f"{size_down(budget)} is {limit}; use --ram {gib_up(need)} or fewer --tokens of --corpus"
         )
+
+
+def fitting_bytes(r: TrainJob, source: LayerSource) -> int:
+    """Return about what a process takes that fits one layer."""
+    return runtime_bytes(r.pack.spec) + fit_bytes(r.pack.spec, source.n, source.active)
 
 
 def _at_memory_speed(nbytes: float, threads: int) -> float | None:
@@ -182,28 +196,73 @@ def _fit_layers(
 
     Return the deadline, later by the time that a text took to pass.
     """
-    spec, missing = r.pack.spec, fitted.missing
-    every = len(spec.ffn_layers)
-    if len(missing) < every:
-        log.info(f"going on after {every - len(missing)} of {every} layers")
-    held = source.held_out(r.seed)
-    asked = time.monotonic()
-    for done, (i, rows) in enumerate(source.layers(missing, fitted.directory)):
-        begin = time.monotonic()
-        deadline += begin - asked
-        progress(every - len(missing) + done, every, " layers")
-        gate = r.pack.tensors[f"layers.{i}.gate.weight"].stride
-        made, a = Shortlist(spec, gate, forced=r.forced), layer_samples(r.pack, i, rows)
-        kept, own = (a.take(np.flatnonzero(x)) for x in (held, held if held.all() else ~held))
-        del a, rows  # as large as both of its parts
-        share = (deadline - begin) / (len(missing) - done)
-        late, over = (partial(past, begin + part * share) for part in (0.5, FITTED))  # the rest is for trials
-        fit = LayerFit(made, gate_rows(r.pack, i), own, kept, r.seed + i, r.threads, late, over)
-        fit_layer(r.kinds, fit)
+    missing = fitted.missing
+    every, done = len(r.pack.spec.ffn_layers), len(r.pack.spec.ffn_layers) - len(missing)
+    if done:
+        log.info(f"going on after {done} of {every} layers")
+    held, passed, at_once = source.held_out(r.seed), 0.0, 1 if r.across is None else r.across.most
+
+    def asked() -> Iterator[LayerTask]:
+        nonlocal passed
         asked = time.monotonic()
-        fitted.add(i, made, kept, asked - begin)
-    progress(every, every, " layers")
-    return deadline
+        for n, (i, rows) in enumerate(source.layers(missing, fitted.directory)):
+            passed += time.monotonic() - asked
+            left = deadline + passed - time.monotonic()
+            yield LayerTask(i, rows, held, left * min(1.0, at_once / (len(missing) - n)))
+            asked = time.monotonic()
+
+    work = FittingWork(Path(os.path.abspath(r.pack.path)), r.pack.stamp, r.kinds, r.forced, r.seed)
+    if r.across is None:
+        found: Generator[FittedLayer] = (fit_task(work, r.pack, r.threads, task) for task in asked())
+    else:
+        found = r.across.map(work, asked(), fitting_bytes(r, source))
+    progress(done, every, " layers")
+    with closing(found):
+        for i, layer in zip(missing, found, strict=True):
+            fitted.add(i, layer)
+            done += 1
+            progress(done, every, " layers")
+    return deadline + passed
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """A layer's samples, those that calibrate it, and the seconds for it."""
+
+    layer: int
+    rows: Rows
+    held: Mask
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FittingWork:
+    """Fitting layers, as a worker does it."""
+
+    pack: Path
+    stamp: tuple[str, str]
+    kinds: tuple[str, ...]
+    forced: bool
+    seed: int
+
+    @contextmanager
+    def open(self, threads: int) -> Iterator[Callable[[LayerTask], FittedLayer]]:
+        if "mlp" in self.kinds:
+            fit_mlp.require()
+        yield partial(fit_task, self, open_same(self.pack, self.stamp), threads)
+
+
+def fit_task(work: FittingWork, pack: StoredModel, threads: int, task: LayerTask) -> FittedLayer:
+    """Fit predictors to a layer, within its time."""
+    assert isinstance(pack, Pack), "predictors are a pack's"
+    begin, i, held = time.monotonic(), task.layer, task.held
+    gate = pack.tensors[f"layers.{i}.gate.weight"].stride
+    made, a = Shortlist(pack.spec, gate, forced=work.forced), layer_samples(pack, i, task.rows)
+    kept, own = (a.take(np.flatnonzero(x)) for x in (held, held if held.all() else ~held))
+    del a  # as large as both of its parts
+    late, over = (partial(past, begin + part * task.seconds) for part in (0.5, FITTED))  # the rest: trials
+    fit_layer(work.kinds, LayerFit(made, gate_rows(pack, i), own, kept, work.seed + i, threads, late, over))
+    return FittedLayer.of(i, made, kept, time.monotonic() - begin)
 
 
 # ---- end to end
