@@ -94,7 +94,7 @@ def test_ray_that_is_absent_or_too_old_is_a_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.3")
     told = told_without_ray(thermocline, "--ray", "local")
-    assert told.code == 6 and "Ray 2.9.3 is too old: 2.52 or later" in told.err
+    assert told.code == 6 and "Ray 2.9.3 is too old: 2.60 or later" in told.err
 
 
 def test_a_cluster_that_cannot_be_reached_is_a_line(

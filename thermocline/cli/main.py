@@ -20,6 +20,7 @@ from thermocline import __version__
 from thermocline.cli.commands import (
     bench,
     chat,
+    deploy,
     doctor,
     evaluate,
     inspect_pack,
@@ -59,6 +60,7 @@ COMMANDS = {
     "run": Command(run.RunOptions, run.run),
     "chat": Command(chat.ChatOptions, chat.chat),
     "serve": Command(serve.ServeOptions, serve.serve),
+    "deploy": Command(deploy.DeployOptions, deploy.deploy),
     "pack": Command(pack.PackOptions, pack.pack),
     "synth": Command(synth.SynthOptions, synth.synth),
     "inspect": Command(inspect_pack.InspectOptions, inspect_pack.inspect),

@@ -168,9 +168,9 @@ def process_count(of: str) -> Any:
     return opt(None, whole(1, 4096), "N", "Workers", help, shown=shown)
 
 
-def on_ray() -> Any:
+def on_ray(group: str = "Workers", shown: str = "off") -> Any:
     help = (
-        "Divide the work between the machines of a Ray cluster: HOST:PORT of its head, ray://HOST:PORT or "
-        "auto. Or local, as without an address: a Ray of this machine, which ends with the command."
+        "Use the machines of a Ray cluster: HOST:PORT of its head, ray://HOST:PORT or auto. Or local, as "
+        "without an address: a Ray of this machine, which ends with the command."
     )
-    return opt(None, ray_address, "ADDRESS", "Workers", help, shown="off", given=BARE)
+    return opt(None, ray_address, "ADDRESS", group, help, shown=shown, given=BARE)

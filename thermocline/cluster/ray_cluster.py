@@ -23,7 +23,7 @@ from thermocline.cluster.address import LOCAL, host_and_port
 from thermocline.errors import IOFailure, OutOfBudget, ThermoclineError, Unsupported, UsageError
 from thermocline.machine import hardware
 
-OLDEST = (2, 52)  # the first with tokens; 2.60 is tested
+OLDEST = (2, 60)  # has tokens and the router by session; nothing older was tried
 STORE_BYTES = 256 << 20  # of a local Ray's objects; more of them go to its temporary directory
 REACH_S = 5.0  # to reach a cluster's port
 _TOKEN = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}

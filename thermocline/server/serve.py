@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from thermocline.server.http.posted import return_memory
 from thermocline.session.session import budget_for
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from thermocline.server.http.listener import Listener
     from thermocline.session.options import EngineOptions, ModelOptions
 
@@ -42,6 +45,21 @@ class ServerOptions:
     access_log: bool = False  # log a line for each request
     directory: Path | None = None  # of models that clients ask for by name; None: there is one model
     models_max: int = 1  # of them, loaded at once
+
+
+def assembled(
+    files: ModelOptions,
+    options: EngineOptions,
+    settings: ServerOptions,
+    lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[Registry, Api, Starlette]:
+    """Return the models, none of which is started, the state of the routes, and the application over both."""
+    models = registry_of(files, options, settings)
+    if progress is not None and models.default is not None:
+        models.default.told_progress = progress
+    api = Api(models, settings.limits, keys=bool(settings.keys))
+    return models, api, application(api, lifespan)
 
 
 def serve(
@@ -87,13 +105,10 @@ def serve(
             await models.stop(STOP_S if options.prompt_cache_dir is None else WRITE_S)
 
     try:
-        models = registry_of(files, options, settings)
+        models, _, app = assembled(files, options, settings, lifespan, progress)
     except ThermoclineError:
         listener.close()
         raise
-    if progress is not None and models.default is not None:
-        models.default.told_progress = progress
-    app = application(Api(models, settings.limits, keys=bool(settings.keys)), lifespan)
     several = settings.models_max if models.several else 1
     admission = Admission(
         settings.keys,

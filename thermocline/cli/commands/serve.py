@@ -82,9 +82,7 @@ def serve(o: ServeOptions) -> int:
         return print_limits(o)
     from thermocline.server.http.listener import api_keys
 
-    for library in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
-        if importlib.util.find_spec(library) is None:
-            raise Unsupported(f"{library} is not installed: pip install 'thermocline[server]'")
+    check_server_installed()
     models_max = checked_models(o)
     keys = api_keys(o.api_key, None if o.api_key_file is None else Path(o.api_key_file))
     listener = listening(o, bool(keys))
@@ -135,6 +133,12 @@ def checked_models(o: ServeOptions) -> int:
             f"--models-max {o.models_max} with --gpu {o.gpu}: models do not share a GPU; give --models-max 1"
         )
     return o.models_max or (MODELS_MAX if o.gpu == "off" else 1)
+
+
+def check_server_installed() -> None:
+    for library in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
+        if importlib.util.find_spec(library) is None:
+            raise Unsupported(f"{library} is not installed: pip install 'thermocline[server]'")
 
 
 def listening(o: ServeOptions, has_keys: bool) -> Listener:

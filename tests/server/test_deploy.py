@@ -1,0 +1,121 @@
+"""Two replicas under a real Ray Serve: sessions stay on their replica, and a lost replica harms its own alone."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import Ran
+
+STREAMS, TOKENS, WAIT_S = 64, 300, 120
+
+
+def test_what_replicas_cannot_do_is_refused(thermocline: Callable[..., Ran]) -> None:
+    for argv in (["--socket", "/tmp/x"], ["--gpu", "stand-in"]):
+        told = thermocline("deploy", *argv)
+        assert told.code == 2 and argv[0] in told.err and "leave it out" in told.err
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of two replicas. Nothing of them is there afterwards."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install '.[test-all]'")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        number: int = s.getsockname()[1]
+    command = ["deploy", "--replicas", "2", "-t", "1", "--parallel", "64", "--port", str(number)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-m", "thermocline", *command], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in iter(process.stderr.readline, ""):
+                lines.append(line)
+                if "2 replicas answer at" in line:
+                    break
+            assert "2 replicas answer at" in lines[-1], lines
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield number
+        finally:
+            process.terminate()
+            assert process.wait() == 0
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", number), 1).close()
+
+
+class Stream:
+    """An answer that is read on a thread of its own."""
+
+    def __init__(self, port: int, body: dict[str, Any]) -> None:
+        self.begun = threading.Event()
+        self.replica, self.events = 0, list[str]()
+        self._port, self._body = port, json.dumps(body | {"stream": True})
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        client = http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT_S)
+        try:
+            client.request("POST", "/v1/completions", self._body, {"content-type": "application/json"})
+            answer = client.getresponse()
+            self.replica = int(answer.headers["x-thermocline-replica"])
+            for line in answer:
+                if line.startswith(b"data: "):
+                    self.events.append(line[6:].decode().strip())
+                    self.begun.set()
+        finally:
+            self.begun.set()
+            client.close()
+
+
+def body_of(n: int, more: str = "", tokens: int = 1) -> dict[str, Any]:
+    text = f"Story {n}. " + "Once upon a time there was a king. " * 8
+    return {"prompt": text + more, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def replica_of(port: int, body: dict[str, Any]) -> int:
+    stream = Stream(port, body)
+    stream.thread.join()
+    return stream.replica
+
+
+@pytest.mark.slow
+def test_sessions_stay_and_a_lost_replica_harms_its_own_alone(port: int) -> None:
+    first = [replica_of(port, body_of(n)) for n in range(20)]
+    second = [replica_of(port, body_of(n, "He had a son.")) for n in range(20)]
+    assert first == second and len(set(first)) == 2
+
+    streams = [Stream(port, body_of(n, tokens=TOKENS)) for n in range(STREAMS)]
+    for stream in streams:
+        assert stream.begun.wait(WAIT_S)
+    killed = streams[0].replica
+    os.kill(killed, signal.SIGKILL)
+    for stream in streams:
+        stream.thread.join()
+    lost = [s for s in streams if s.replica == killed]
+    others = [s for s in streams if s.replica != killed]
+    assert lost and others
+    for stream in others:
+        assert stream.events[-1] == "[DONE]" and '"length"' in stream.events[-2]
+        assert len(stream.events) == TOKENS + 2
+    for stream in lost:
+        assert '"error"' in stream.events[-1] and "send it again" in stream.events[-1]
+
+    deadline = time.monotonic() + WAIT_S
+    while len(found := {replica_of(port, body_of(n)) for n in range(20)}) < 2:
+        assert time.monotonic() < deadline, "the replica was not replaced"
+    assert killed not in found
