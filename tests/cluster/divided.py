@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.cluster.shards import Work
+from thermocline.cluster.shards import DividedWork
 from thermocline.errors import NumericalError
 
 
@@ -24,7 +24,7 @@ class InTurn:
     def ram(self, allowed: float | None) -> float | None:
         return allowed
 
-    def map(self, work: Work[Any, Any], shards: Iterable[Any], worker_bytes: int) -> Generator[Any]:
+    def map(self, work: DividedWork[Any, Any], shards: Iterable[Any], worker_bytes: int) -> Generator[Any]:
         with contextlib.ExitStack() as stack:
             opened = [stack.enter_context(pickle.loads(pickle.dumps(work)).open(1)) for _ in range(self.most)]
             for i, shard in enumerate(shards):
@@ -86,6 +86,6 @@ class Killing:
     def ram(self, allowed: float | None) -> float | None:
         return allowed
 
-    def map(self, work: Work[Any, Any], shards: Iterable[Any], worker_bytes: int) -> Generator[Any]:
+    def map(self, work: DividedWork[Any, Any], shards: Iterable[Any], worker_bytes: int) -> Generator[Any]:
         found: Generator[Any] = self.workers.map(DiesOnce(work, 1, self.died), shards, worker_bytes)
         return found

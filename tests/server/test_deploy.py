@@ -1,4 +1,4 @@
-"""Two replicas under a real Ray Serve: sessions stay on their replica, and a lost replica harms its own alone."""
+"""Two replicas under a real Ray Serve: sessions stay on their replica; a lost one harms its own alone."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def ask(front: Any, body: bytes) -> bytes:
 
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         path = "/v1/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-                 "headers": headers}  # fmt: skip
+        scope: Scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+        scope.update({"query_string": b"", "headers": headers})
         guard = Guard(front, Access.of(), ServerLimits(), slots=1, methods=lambda path: None)
         await guard(scope, receive, send)
 

@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any, TypeVar
 
-from thermocline.cluster.shards import Origin, ShardWorker, Work
+from thermocline.cluster.shards import DividedWork, Origin, ShardWorker
 from thermocline.errors import IOFailure
 from thermocline.machine import hardware
 
@@ -38,7 +38,7 @@ class LocalProcesses:
         known = [x for x in (allowed, None if free is None else free / 2**30) if x is not None]
         return min(known) / self.most if known else None
 
-    def map(self, work: Work[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
+    def map(self, work: DividedWork[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
         """Yield the result of each shard. Raises IOFailure if a process dies."""
         before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(
@@ -69,7 +69,7 @@ class LocalProcesses:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin(work: Work[Any, Any], threads: int) -> None:
+def _begin(work: DividedWork[Any, Any], threads: int) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all of them; the first process ends the others

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 from thermocline.cluster.ray_cluster import RayCluster, refusal
-from thermocline.cluster.shards import Origin, ShardWorker, Work
+from thermocline.cluster.shards import DividedWork, Origin, ShardWorker
 from thermocline.errors import IOFailure, OutOfBudget, ThermoclineError, Unsupported
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class RayWorkers:
         """Return what was allowed: it is for each worker, wherever it is."""
         return allowed
 
-    def map(self, work: Work[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
+    def map(self, work: DividedWork[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
         """Yield the result of each shard. Raises OutOfBudget or IOFailure where Ray gives up."""
         import ray
 

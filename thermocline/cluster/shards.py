@@ -1,7 +1,7 @@
 """The seam between work that divides into shards and what carries it: processes of this machine, or Ray.
 
-`Work` stays open in each worker, so a model is loaded once. Shards follow one by one. Their results come back
-in the order of the shards, so what is made of them does not depend on who computed which.
+`DividedWork` stays open in each worker, so a model is loaded once. Shards follow one by one. Their results
+come back in the order of the shards, so what is made of them does not depend on who computed which.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ S_in = TypeVar("S_in", contravariant=True)
 R_out = TypeVar("R_out", covariant=True)
 
 
-class Work(Protocol[S_in, R_out]):
-    """What to do with a shard. It is pickled, as are shards and results."""
+class DividedWork(Protocol[S_in, R_out]):
+    """Work on shards. It is pickled, as are shards and results."""
 
     def open(self, threads: int) -> AbstractContextManager[Callable[[S_in], R_out]]:
         """Load what all shards need, in the worker. A result must depend on its shard alone."""
 
 
 class Workers(Protocol):
-    """What carries the work."""
+    """Processes that carry out the work, here or on other machines."""
 
     @property
     def most(self) -> int:
@@ -39,7 +39,7 @@ class Workers(Protocol):
     def ram(self, allowed: float | None) -> float | None:
         """Return the GiB that one worker may take, if the user allowed so many; None: what is free."""
 
-    def map(self, work: Work[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
+    def map(self, work: DividedWork[S, R], shards: Iterable[S], worker_bytes: int) -> Generator[R]:
         """Yield the result of each shard, in order. Close the generator to stop early.
 
         Shards are taken when a worker has time for them, so they may be large. `worker_bytes`: what a worker
@@ -87,7 +87,7 @@ class ShardWorker:
             self._origin.check()
         return os.getpid()
 
-    def run(self, work: Work[S, R], shard: S) -> R:
+    def run(self, work: DividedWork[S, R], shard: S) -> R:
         """Do a shard of the work, which is the same each time."""
         with self._named():
             if self._do is None:

@@ -25,6 +25,7 @@ from thermocline.session.options import LENDS_WEIGHTS, EngineOptions
 from thermocline.session.session import Session
 
 if TYPE_CHECKING:
+    from thermocline.cluster.shards import Workers
     from thermocline.offline.profiler import ProfileJob
     from thermocline.ops.interface import F32
     from thermocline.pack.stored_model import StoredModel
@@ -64,10 +65,15 @@ def across(
         Path(os.path.abspath(r.pack.path)), r.pack.stamp, r.corpus.prefix, r.context, norms,
         r.sampled, r.across.ram(r.ram), beside,
     )  # fmt: skip
-    cuts = shards.sizes(len(left), SHARD_TOKENS // r.context, r.across.most)
+    cuts = shards_of(len(left), r.context, r.across)
     with closing(r.across.map(work, [left[cut] for cut in cuts], session.memory_bytes)) as found:
         for cut, counted in zip(cuts, found, strict=True):
             yield [passage for passage, _ in left[cut]], counted
+
+
+def shards_of(passages: int, context: int, workers: Workers) -> list[slice]:
+    """Divide passages of so many tokens into shards."""
+    return shards.sizes(passages, max(1, SHARD_TOKENS // context), workers.most)
 
 
 @dataclass(frozen=True)

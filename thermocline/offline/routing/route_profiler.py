@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from thermocline.cluster import shards
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import IOFailure, UsageError
 from thermocline.offline.activity import Passages, passage_bytes, passage_positions
 from thermocline.offline.corpus import Corpus
-from thermocline.offline.counting import SHARD_TOKENS, open_same
+from thermocline.offline.counting import open_same, shards_of
 from thermocline.offline.routing.recorder import GpuRouteRecorder, RouteRecorder, check_routed
 from thermocline.offline.routing.route_checkpoint import RouteCheckpoint, RouteCounts
 from thermocline.ops.interface import CPU, I32, opaque
@@ -162,7 +161,7 @@ def _chosen(job: RouteJob, session: Session, beside: int, state: RouteCounts) ->
     options = replace(session.options, threads=None)
     path = Path(os.path.abspath(job.model.path))
     work = RoutingWork(path, job.model.stamp, corpus.prefix, context, options, beside)
-    cuts = shards.sizes(len(left), max(1, SHARD_TOKENS // context), job.across.most)
+    cuts = shards_of(len(left), context, job.across)
     with closing(job.across.map(work, [left[cut] for cut in cuts], session.memory_bytes)) as found:
         for several in found:
             yield from several

@@ -17,7 +17,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What every replica serves."""
+    """A model and how it is served, the same for every replica."""
 
     files: ModelOptions
     engine: EngineOptions

@@ -16,7 +16,6 @@ HEADERS = (b"x-session-id", b"session_id", b"session-id")  # the second is Codex
 FIELDS = ("prompt_cache_key", "user")  # OpenAI's: one is made for this, the other names who asks
 BEGINNING = 4096  # characters of a conversation's first messages
 PROMPT = 256  # characters of a bare prompt, which grows at its end from turn to turn
-FIRST_MESSAGES = 2  # system and the first of the user: what agents send differs from there on
 MOST_ANSWERS = 65536  # whose session is remembered: 10 MB
 
 
@@ -41,10 +40,16 @@ def _beginning(body: Mapping[str, Any]) -> str:
     for name in ("messages", "input", "prompt"):
         said = body.get(name)
         if isinstance(said, list):
-            parts.append(said[:FIRST_MESSAGES])
+            parts.append(_opening(said))
         elif isinstance(said, str):
             parts.append(said[:PROMPT] if name == "prompt" else said)
     return "".join(json.dumps(part)[:BEGINNING] for part in parts if part)
+
+
+def _opening(said: list[Any]) -> list[Any]:
+    """Return the messages up to the user's first: what one agent sends first differs there, and stays."""
+    users = (i for i, m in enumerate(said) if isinstance(m, dict) and m.get("role") == "user")
+    return said[: next(users, 0) + 1]
 
 
 def _hashed(kind: str, value: str) -> str:
