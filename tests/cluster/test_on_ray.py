@@ -6,6 +6,7 @@ One Ray after the other: each takes some seconds to start, so a test asks severa
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -62,10 +63,11 @@ def test_a_profile_on_ray_is_the_same_bytes_though_a_worker_is_killed(
 
     monkeypatch.setattr(RayWorkers, "map", killing)
     monkeypatch.setattr(counting, "SHARD_TOKENS", 128)
-    asked = ("profile", "--corpus", text, "--ctx", 64, "--samples", 100, "-q", "-t", 1)
+    asked = ("profile", "--corpus", text, "--ctx", 64, "--samples", 100, "-q", "-t", 1, "--json")
     for name, more in (("one", []), ("divided", ["--ray", "--processes", "2"])):
         told = thermocline(*asked, "-o", tmp_path / name, *more)
         assert (told.code, told.err) == (0, "")
+        assert json.loads(told.out)["tokens"] > 1000  # Ray says nothing there
     assert died.exists() and int(died.read_text()) != os.getpid()
     assert files_of(tmp_path / "one") == files_of(tmp_path / "divided")
     assert not children()

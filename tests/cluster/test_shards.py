@@ -80,19 +80,24 @@ def test_an_address_that_is_none_is_refused(text: str, thermocline: Callable[...
 
 
 def told_without_ray(thermocline: Callable[..., Ran], *argv: str | Path) -> Ran:
-    told = thermocline("profile", "-o", "/nowhere/pack", "--corpus", __file__, *argv)
-    assert told.err.count("\n") == 1, told.err
+    told = thermocline("eval", "-f", __file__, "-c", 64, "-q", *argv)
+    assert told.err.count("\n") == 1 and told.out == "", told.err
     return told
 
 
 def test_ray_that_is_absent_or_too_old_is_a_line(
     thermocline: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find, of, there = importlib.util.find_spec, importlib.metadata.version, False
+
+    def found(name: str, package: str | None = None) -> object:
+        return (object() if there else None) if name == "ray" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
     told = told_without_ray(thermocline, "--ray")
     assert told.code == 6 and "pip install 'thermocline[cluster]'" in told.err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.3")
+    there = True
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.3" if name == "ray" else of(name))
     told = told_without_ray(thermocline, "--ray", "local")
     assert told.code == 6 and "Ray 2.9.3 is too old: 2.60 or later" in told.err
 

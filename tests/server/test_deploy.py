@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from conftest import Ran
 
-STREAMS, TOKENS, WAIT_S = 64, 300, 120
+STREAMS, TOKENS, WAIT_S = 64, 400, 120
 
 
 def test_what_replicas_cannot_do_is_refused(thermocline: Callable[..., Ran]) -> None:
@@ -93,6 +93,10 @@ def replica_of(port: int, body: dict[str, Any]) -> int:
     return stream.replica
 
 
+def whole(stream: Stream) -> bool:
+    return stream.events[-1] == "[DONE]" and '"length"' in stream.events[-2] and len(stream.events) > TOKENS
+
+
 @pytest.mark.slow
 def test_sessions_stay_and_a_lost_replica_harms_its_own_alone(port: int) -> None:
     first = [replica_of(port, body_of(n)) for n in range(20)]
@@ -109,10 +113,10 @@ def test_sessions_stay_and_a_lost_replica_harms_its_own_alone(port: int) -> None
     lost = [s for s in streams if s.replica == killed]
     others = [s for s in streams if s.replica != killed]
     assert lost and others
-    for stream in others:
-        assert stream.events[-1] == "[DONE]" and '"length"' in stream.events[-2]
-        assert len(stream.events) == TOKENS + 2
-    for stream in lost:
+    assert all(whole(stream) for stream in others)
+    broken = [s for s in lost if not whole(s)]  # the others were over before
+    assert broken
+    for stream in broken:
         assert '"error"' in stream.events[-1] and "send it again" in stream.events[-1]
 
     deadline = time.monotonic() + WAIT_S

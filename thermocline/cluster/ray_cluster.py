@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
 import os
 import re
@@ -22,6 +23,8 @@ from typing import Any
 from thermocline.cluster.address import LOCAL, host_and_port
 from thermocline.errors import IOFailure, OutOfBudget, ThermoclineError, Unsupported, UsageError
 from thermocline.machine import hardware
+
+log = logging.getLogger(__name__)
 
 OLDEST = (2, 60)  # has tokens and the router by session; nothing older was tried
 STORE_BYTES = 256 << 20  # of a local Ray's objects; more of them go to its temporary directory
@@ -77,6 +80,8 @@ def check_installed() -> None:
 def ray_cluster(address: str, cpus: int | None = None) -> Iterator[RayCluster]:
     """Connect to a cluster, or start one of `cpus` CPUs (None: the physical cores) and end it.
 
+    A command writes its data afterwards: standard output is Ray's meanwhile, and goes to the log.
+
     Raises Unsupported, UsageError or IOFailure in bounded time.
     """
     check_installed()
@@ -87,11 +92,20 @@ def ray_cluster(address: str, cpus: int | None = None) -> Iterator[RayCluster]:
         _check_reachable(address)
     import ray
 
-    try:
-        _connect(address, hardware.default_threads() if cpus is None else cpus)
-        yield RayCluster(address, _nodes())
-    finally:
-        ray.shutdown()
+    with contextlib.redirect_stdout(_ToLog()):
+        try:
+            _connect(address, hardware.default_threads() if cpus is None else cpus)
+            yield RayCluster(address, _nodes())
+        finally:
+            ray.shutdown()
+
+
+class _ToLog(io.TextIOBase):
+    """Standard output meanwhile: Ray prints there that a worker died, before a command's JSON."""
+
+    def write(self, text: str) -> int:
+        log.debug(text.strip())
+        return len(text)
 
 
 def _keep_to_this_machine() -> None:

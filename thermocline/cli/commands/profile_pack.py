@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,11 +96,12 @@ def profile(o: ProfileOptions) -> int:
         profile_plot.check(plot)
     if o.workers > 1 and is_divided(o):
         raise UsageError(f"--workers {o.workers}: work beside each other in one process; leave it out")
-    with ProgressBar(quiet=o.quiet) as progress, workers_of(o) as workers:
-        request = replace(profile_request(o), across=workers)
+    with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
+        request = profile_request(o)
         n, text = request.samples, request.corpus
         nbytes = size(n * profiler.sample_bytes(request.pack.spec))
         log.info(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {nbytes}")
+        request = replace(request, across=stack.enter_context(workers_of(o)))
         try:
             done = profiler.profile(request, progress.at)
             routing = profile_routes.beside_neurons(request, progress)

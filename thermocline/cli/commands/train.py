@@ -114,12 +114,13 @@ def train(o: TrainOptions) -> int:
     from thermocline.offline.training import train as training
 
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
-        request = replace(train_request(o), across=stack.enter_context(workers_of(o)))
+        request = train_request(o)
         source = sample_source(o, request, stack, progress)
         if "mlp" not in request.kinds and o.kind == "auto":
             log.warning("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
         try:
-            done = training.train(request, source, progress.at)
+            with workers_of(o) as workers:
+                done = training.train(replace(request, across=workers), source, progress.at)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on with the layers that are missing")
             return INTERRUPTED

@@ -58,9 +58,10 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
             )
     if o.gpu != "off" and is_divided(o):
         raise UsageError(f"--gpu {o.gpu}: processes and machines compute on their CPUs; leave it out")
+    job = _job(o, model)
     with ProgressBar(quiet=o.quiet) as progress, workers_of(o) as workers:
         try:
-            about = _counted(dataclasses.replace(_job(o, model), across=workers), progress)
+            about = _counted(dataclasses.replace(job, across=workers), progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
             return INTERRUPTED
