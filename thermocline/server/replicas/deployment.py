@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from thermocline.server.replicas.replica import Replica, ReplicaOptions
 APP = "thermocline"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 HEALTH_S = 2.0  # between two looks at a replica
+_ERROR = re.compile(r"thermocline\.errors\.\w+: (.+)")
 METRICS_S = 5.0  # between two exports of a replica's metrics to Ray
 
 
@@ -58,6 +60,7 @@ def deploy(o: DeploymentOptions) -> None:
     """
     from ray import serve
 
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     limits = o.replica.server.limits
     serve.start(http_options={"host": o.host, "port": o.port})
     ongoing = o.replica.engine.max_batch + limits.limit_queue
@@ -88,8 +91,12 @@ def deploy(o: DeploymentOptions) -> None:
 
 def _why(e: RuntimeError) -> str:
     """Return the last error of a replica, which Ray shows with a traceback around it."""
-    said = [x.strip() for x in str(e).splitlines() if x.strip().startswith("thermocline.errors.")]
-    return said[-1].partition(": ")[2] if said else refusal(e)
+    from ray import serve
+
+    app = serve.status().applications.get(APP)
+    told = "" if app is None else "\n".join(d.message for d in app.deployments.values())
+    said = _ERROR.findall(told)
+    return str(said[-1]) if said else refusal(e)
 
 
 def shut_down() -> None:
