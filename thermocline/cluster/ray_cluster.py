@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from thermocline.cluster.address import LOCAL, host_and_port
@@ -88,8 +89,10 @@ def ray_cluster(address: str, cpus: int | None = None) -> Iterator[RayCluster]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == LOCAL:
         _keep_to_this_machine()
-    elif address != "auto":
-        _check_reachable(address)
+    else:
+        if address != "auto":
+            _check_reachable(address)
+        _use_the_token()
     import ray
 
     with contextlib.redirect_stdout(_ToLog()):
@@ -120,6 +123,12 @@ def _keep_to_this_machine() -> None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
+def _use_the_token() -> None:
+    """Show a cluster the token of `ray start`, if this user has one: Ray alone then asks with none, for 20 s."""
+    if not _TOKEN & os.environ.keys() and (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
 def _check_reachable(address: str) -> None:
     try:
         socket.create_connection(host_and_port(address), REACH_S).close()
@@ -146,6 +155,8 @@ def _connect(address: str, cpus: int) -> None:
 def refusal(e: BaseException) -> str:
     """Return what Ray says, as one line: the first sentences, without its advice over many lines."""
     text = " ".join(str(e).split()) or type(e).__name__
+    if text.startswith("Failed to connect to Ray cluster"):
+        return "the cluster does not answer: another version of Ray, or another token (RAY_AUTH_TOKEN)?"
     if "ersion mismatch" in text:
         text = re.sub(r".*?(Version mismatch)", r"\1", text)
         return f"{text[:300]}; install the same Ray and Python on every node"

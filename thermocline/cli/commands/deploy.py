@@ -87,9 +87,12 @@ def deployment_of(o: DeployOptions) -> DeploymentOptions:
     from thermocline.server.serve import ServerOptions
 
     keys = api_keys(o.api_key, None if o.api_key_file is None else Path(o.api_key_file))
-    listener = listening(o, bool(keys))  # a port that is taken is found before a model is loaded
-    names, port, addresses = listener.host_names(o.allow_host), listener.port, listener.takes_addresses
+    own = (o.ray or LOCAL) == LOCAL  # else the port is one of the cluster, where an update finds it in use
+    listener = listening(o if own else replace(o, port=0), bool(keys))
+    names, addresses = listener.host_names(o.allow_host), listener.takes_addresses
+    bound, port = f":{listener.port}", listener.port if own else o.port
     listener.close()
+    names = None if names is None else {name.replace(bound, f":{port}") for name in names}
     template = None if o.template is None else text_of(Path(o.template))
     threads = o.threads if o.threads > 0 else max(1, hardware.default_threads() // o.replicas)
     files, engine = model_options(o, template), engine_options(o, o.parallel)
