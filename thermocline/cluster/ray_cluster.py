@@ -124,7 +124,7 @@ def _keep_to_this_machine() -> None:
 
 
 def _use_the_token() -> None:
-    """Show a cluster the token of `ray start`, if this user has one: Ray alone then asks with none, for 20 s."""
+    """Show a cluster the token of `ray start`, if this user has one: Ray alone asks without it, for 20 s."""
     if not _TOKEN & os.environ.keys() and (Path.home() / ".ray" / "auth_token").is_file():
         os.environ["RAY_AUTH_MODE"] = "token"
 
