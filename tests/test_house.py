@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(thermocline.__file__).parent
 # Import names of what pyproject.toml declares, extras included, and of what those bring for certain.
 DECLARED = {
-    "gguf", "h11", "highspy", "huggingface_hub", "jinja2", "llguidance", "matplotlib", "numpy",
+    "ray", "gguf", "h11", "highspy", "huggingface_hub", "jinja2", "llguidance", "matplotlib", "numpy",
     "prometheus_client", "prompt_toolkit", "pydantic", "pydantic_core", "starlette", "tokenizers", "torch",
     "tqdm", "triton", "typing_extensions", "uvicorn",
 }  # fmt: skip
