@@ -660,11 +660,33 @@ class HostTask:
     def matmul(self, w: Linear, x: F32, out: F32) -> None:
         """All rows of x."""
 
-    def ffn(self, x: F32, h: F32, layer: FFN, sparsity: int, named: Any | None = None) -> None:
-        """`named`: u8 [rows of x, neurons / 8], the bits of neurons that somebody has guessed."""
+    def ffn(
+        self,
+        x: F32,
+        h: F32,
+        layer: FFN,
+        sparsity: int,
+        named: Any | None = None,
+        record: F32 | None = None,
+    ) -> None:
+        """`named`: u8 [rows of x, neurons / 8], the bits of neurons that somebody has guessed.
 
-    def mixture(self, x: F32, h: F32, layer: Mixture, sparsity: int, weights: F32 | None = None) -> None:
-        """`weights`: [rows of x, experts], how much of each a token gets; None: the layer's router says."""
+        `record`: as `Context.ffn_add`'s.
+        """
+
+    def mixture(
+        self,
+        x: F32,
+        h: F32,
+        layer: Mixture,
+        sparsity: int,
+        weights: F32 | None = None,
+        record: F32 | None = None,
+    ) -> None:
+        """`weights`: [rows of x, experts], how much of each a token gets; None: the layer's router says.
+
+        `record`: as `Context.moe_add`'s.
+        """
 
     def routed(self, h: F32, layer: Mixture, out: F32) -> None:
         """out: [rows of h, experts], what `mixture` takes as weights."""

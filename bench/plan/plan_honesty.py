@@ -69,7 +69,7 @@ class Others:
 def profile_of(pack: Pack, bench: Bench, threads: int, tokens: int) -> Profile:
     """What `thermocline profile --tokens` would count, of the weights that are loaded already."""
     corpus = random_corpus(pack, tokens, CONTEXT, UNIT)
-    worker = ProfileWorker(pack.spec, bench.engine.model.weights, corpus.prefix, CONTEXT, threads, [])
+    worker = ProfileWorker.on_cpu(pack.spec, bench.engine.model.weights, corpus.prefix, CONTEXT, threads, [])
     none = [np.empty(0, np.int64)] * len(corpus.passages)
     passages = [found.counts for found in count_passages([worker], corpus.passages, none)]
     counts = np.sum(passages, axis=0)

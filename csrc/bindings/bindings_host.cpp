@@ -32,6 +32,11 @@ struct HostTask {
     }
 };
 
+static void check_record(const std::optional<MutF2>& record, MutF2 x, size_t neurons) {
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons),
+          "record has the wrong shape");
+}
+
 static void zero(HostTask& t, MutF2 out) {
     t.task.add([&t, out](Context&) {
         memset(out.data(), 0, t.tokens(out.shape(0)) * out.shape(1) * sizeof(float));
@@ -71,28 +76,43 @@ static void matmul(HostTask& t, const Linear& w, F2 x, MutF2 out) {
     });
 }
 
-static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<Named> named) {
+// `record`: as FFNArgs::record.
+static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<Named> named,
+                std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
     check(!named || (named->shape(0) == x.shape(0) && named->shape(1) == (f.layer.neurons() + 7) / 8),
           "named has the wrong shape");
-    t.task.add([&t, x, h, &f, sparsity, named](Context& c) {
-        tc::FFNArgs a = {
-            f.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
+    check_record(record, x, f.layer.neurons());
+    t.task.add([&t, x, h, &f, sparsity, named, record](Context& c) {
+        tc::FFNArgs a = {f.layer,
+                         x.data(),
+                         h.data(),
+                         t.tokens(x.shape(0)),
+                         x.shape(1),
+                         tc::Sparsity(sparsity),
+                         record ? record->data() : nullptr};
         a.named = named ? named->data() : nullptr;
         return c.ffn_add(a);
     });
 }
 
-static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<F2> weights) {
+static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<F2> weights,
+                    std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check(weights || m.router, "without a router the weights have to be given");
     check_rows(x, h, m.dim());
     check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.experts.size()),
           "weights has the wrong shape");
-    t.task.add([&t, x, h, &m, sparsity, weights](Context& c) {
-        tc::MixtureArgs a = {
-            m.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
+    check_record(record, x, m.layer.experts.size() * m.layer.neurons());
+    t.task.add([&t, x, h, &m, sparsity, weights, record](Context& c) {
+        tc::MixtureArgs a = {m.layer,
+                             x.data(),
+                             h.data(),
+                             t.tokens(x.shape(0)),
+                             x.shape(1),
+                             tc::Sparsity(sparsity),
+                             record ? record->data() : nullptr};
         a.weights = weights ? weights->data() : nullptr;
         return c.moe_add(a);
     });
@@ -131,9 +151,11 @@ void bind_host(nb::module_& m) {
              nb::keep_alive<1, 4>())
         .def("matmul", &matmul, "w"_a, "x"_a.noconvert(), "out"_a.noconvert(), nb::keep_alive<1, 2>())
         .def("ffn", &ffn, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
-             "named"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())
+             "named"_a.noconvert().none() = nb::none(), "record"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<1, 4>())
         .def("mixture", &mixture, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
-             "weights"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())
+             "weights"_a.noconvert().none() = nb::none(), "record"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<1, 4>())
         .def("routed", &routed, "h"_a.noconvert(), "layer"_a, "out"_a.noconvert(), nb::keep_alive<1, 3>())
         .def("per_layer", &per_layer, "x"_a.noconvert(), "layer"_a, "given"_a.noconvert(),
              nb::keep_alive<1, 3>())

@@ -103,6 +103,20 @@ def test_a_mixture_s_profile_and_trace_are_the_same_bytes(
     assert found[0] == found[1] and len(json.loads(found[0][1])["caches"]) > 7
 
 
+@pytest.mark.parametrize("divided", [["--processes", "2"], ["--ray"]])
+@pytest.mark.parametrize("command", ["profile", "profile of a mixture", "train", "trace"])
+def test_a_gpu_beside_divided_work_is_refused_in_a_line(
+    command: str, divided: list[str], tiny_pack: Path, mixture: Path, thermocline: Run
+) -> None:
+    """Before a text is read or Ray is started."""
+    model = mixture if command in ("profile of a mixture", "trace") else tiny_pack
+    told = thermocline(command.split()[0], model, "--gpu", "stand-in", *divided)
+    assert told.code == 2 and not told.out
+    assert told.err.strip().splitlines() == [
+        "thermocline: --gpu stand-in: processes and machines compute on their CPUs; leave it out"
+    ]
+
+
 @pytest.mark.parametrize("more", [[], ["--against", "off"]])
 def test_an_evaluation_is_the_same_number(
     more: list[str], thermocline: Run, in_turn: None, shared_text: Path

@@ -66,7 +66,7 @@ def test_counts_are_those_of_the_reference(made: Path) -> None:
     got = model_of(pack)
     ids = np.random.default_rng(0).integers(3, 250, 33).astype(np.int32)
     norms = down_norms(pack)
-    worker = ProfileWorker(pack.spec, got.weights, ids[:1], 64, 1, norms)
+    worker = ProfileWorker.on_cpu(pack.spec, got.weights, ids[:1], 64, 1, norms)
     counted = worker.count(ids[1:], np.arange(32), threading.Event())
     seen = []
 

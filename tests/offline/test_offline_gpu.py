@@ -6,6 +6,7 @@ The GPU is a stand-in.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,17 +23,21 @@ from test_within_ram import TEXT, packs, wide
 
 from thermocline.convert import importer
 from thermocline.engine.decoder import bind
-from thermocline.errors import UsageError
+from thermocline.errors import Unsupported, UsageError
+from thermocline.model.spec import ModelSpec
 from thermocline.offline import evaluate
 from thermocline.offline.corpus import random_corpus
 from thermocline.offline.routing.route_profiler import RouteJob, profile_routes
+from thermocline.offline.training import fit_mlp
+from thermocline.offline.training.trial import Judge, TrialJob
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import CPU
 from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import write_stored
+from thermocline.pack.predictor import LayerPredictor, Predictors, write_stored
 from thermocline.pack.route_profile import RouteProfile, open_routes
 from thermocline.plan.memory import GIB
 from thermocline.plan.placement import NeuronRange, Placement
+from thermocline.session import gpu as gpu_session
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
@@ -231,12 +236,150 @@ def test_a_mixture_is_profiled_on_a_gpu(
         assert np.abs(found.counts[i] - counts).sum() <= 0.002 * counts.sum()
 
 
+@pytest.mark.parametrize("place", ["whole", "divided"])
+def test_a_mixtures_choices_are_traced_on_a_gpu(place: str, tmp_path: Path, thermocline: Run) -> None:
+    """Of the text that is fed, also where the card could choose tokens itself: the head is the embedding."""
+    hf = wide("experts", tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (hf / "config.json").write_text(json.dumps(config))
+    importer.pack(hf, path := tmp_path / "pack", "f32")
+    assert Pack.open(path).spec.tied_head
+    found = []
+    for gpu in ("off", "stand-in"):
+        vram = divided(path) if place == "divided" else "1.0"
+        more = () if gpu == "off" else (*GPU, "--vram", vram)
+        for command in ("trace", "routes"):
+            ran = thermocline(command, path, "-n", "48", "-d", "8", "-t", "2", "--json", *more)
+            assert ran.code == 0 and ("stand-in: " in ran.err) == bool(more), ran.err
+            found.append(json.loads(ran.out))
+    trace, routes, trace_there, routes_there = found
+    assert trace["tokens"] == 48 and trace["new_share"] > 0
+    assert near(trace_there, trace) and near(routes_there, routes)
+
+
+def test_a_trace_that_is_played_needs_no_gpu(tmp_path: Path, thermocline: Run) -> None:
+    rows = [f"0,1,{step},0,0,{step % 3}" for step in range(4)]
+    head = "# route_trace v1 n_expert=4\nturn,phase,step,layer,slot,expert\n"
+    (path := tmp_path / "a.csv").write_text(head + "\n".join(rows) + "\n")
+    for asked in (("trace", "--routes", path), ("routes", path)):
+        ran = thermocline(*asked, *GPU)
+        assert (ran.code, ran.err.count("\n")) == (2, 1) and "no model computes" in ran.err
+
+
+@pytest.mark.parametrize("place", ["whole", "divided"])
+def test_neurons_are_profiled_on_a_gpu(
+    place: str, packs: dict[str, Path], tmp_path: Path, thermocline: Run
+) -> None:
+    """The same text, counted on either side; an interrupted profile of the CPU's does not go on here."""
+    path = packs["neurons"]
+    (corpus := tmp_path / "corpus.txt").write_text(2 * TEXT)
+    asked = (
+        "profile", path, "--corpus", corpus, "--tokens", "500", "--ctx", "64", "--samples", "40", "-t", "2",
+    )  # fmt: skip
+    wanted = figures(thermocline, *asked, "-o", tmp_path / "cpu", gpu=None)
+    vram = divided(path) if place == "divided" else "1.0"
+    found = figures(thermocline, *asked, "-o", tmp_path / "gpu", gpu=vram)
+    assert found["tokens"] == wanted["tokens"] == 500 and found["samples"] == 40
+    for key in ("active_fraction", "hot_share", "active_per_layer", "never_active"):
+        assert np.allclose(found[key], wanted[key], rtol=1e-4), key
+
+
+def test_two_workers_do_not_share_a_gpu(packs: dict[str, Path], thermocline: Run) -> None:
+    ran = thermocline("profile", packs["neurons"], *GPU, "--workers", "2", "--corpus", Path(__file__))
+    assert ran.code == 2 and "one passage at a time" in ran.err
+
+
+# ---- train
+
+
+@pytest.mark.parametrize("place", ["whole", "divided"])
+def test_predictors_are_judged_on_a_gpu(place: str, tmp_path: Path) -> None:
+    """Two after each other, on texts of two sizes: each is that of recordings of its own."""
+    made = test_synth.make(
+        tmp_path, "bamboo-7b", "f32", active=0.15, rank=32, hidden_size=256, intermediate_size=512,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+        max_position_embeddings=64, sliding_window=64,
+    )  # fmt: skip
+    rng = np.random.default_rng(2)
+    texts = tuple((str(n), rng.integers(0, 500, (2, n)).astype(np.int32)) for n in (32, 20))
+    job = TrialJob(made, 2, texts, False, 32, 2, 0)
+    all_of_it, verdicts = scores(made.spec), []
+    none = Predictors.of(made.spec, [naming_few(made.spec, 1e9)] * made.spec.n_layers)
+    vram = float(divided(made.path, 32)) if place == "divided" else 1.0
+    for gpu in ("off", "stand-in"):
+        job = replace(job, gpu=gpu, vram=vram if gpu != "off" else None)
+        nbytes = sum(p.nbytes for i in range(all_of_it.count) if (p := all_of_it.stored(i)) is not None)
+        judge = Judge.of(job, nbytes, math.inf, lambda *_: None)
+        with judge.session as session:
+            assert (session.gpus is not None) == (gpu != "off")
+            verdicts.append([judge(all_of_it), judge(none)])
+            if session.gpus is not None:
+                assert session.load().kv.used == 0  # readers gave back what they took
+    for cpu, there in zip(*verdicts, strict=True):
+        assert cpu.divergence.kld.value > 1e-5
+        assert np.isclose(there.divergence.kld.value, cpu.divergence.kld.value, rtol=0.1)  # predictors' int8
+        assert np.isclose(there.divergence.base.nll.value, cpu.divergence.base.nll.value, rtol=1e-5)
+        assert np.isclose(there.active, cpu.active, rtol=1e-3)
+        assert np.isclose(there.predicted, cpu.predicted, rtol=0.02, atol=1e-4)
+        assert np.isclose(there.bytes, cpu.bytes, rtol=0.02)
+    assert verdicts[1][0].predicted > 2 * verdicts[1][1].predicted
+
+
+def naming_few(spec: ModelSpec, threshold: float) -> LayerPredictor:
+    """One that names its 40 hot neurons alone."""
+    first, second = np.zeros((32, spec.dim), np.float32), np.zeros((spec.ffn_dim, 32), np.float32)
+    return LayerPredictor("svd", first, second, None, np.full(spec.ffn_dim, threshold, np.float32), 40)
+
+
+def test_training_goes_through_a_gpu(
+    packs: dict[str, Path], tmp_path: Path, text: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text that passes, the fits and the trials: figures near the CPU's."""
+    made = ("profile", packs["neurons"], "-o", tmp_path / "pack", "--corpus", text, "--samples", "0", "-q")
+    assert thermocline(*made).code == 0
+    devices, fit = list[str](), fit_mlp.fit
+
+    def seen(*args: Any, **more: Any) -> Any:
+        devices.append(more["device"])
+        return fit(*args, **more)
+
+    monkeypatch.setattr(fit_mlp, "fit", seen)
+    monkeypatch.setattr(fit_mlp, "STEPS", 20)
+    (other := tmp_path / "other.txt").write_text(TEXT)
+    asked = (
+        "train", tmp_path / "pack", "--kind", "mlp", "--corpus", text, "--text", other, "--ctx", "64",
+        "--limit", "2", "--max-kld", "1000", "--max-ppl", "1e6", "-t", "2",
+    )  # fmt: skip
+    changing = ("fit_s", "predictor_us_at_memory_speed")
+    wanted, found = (figures(thermocline, *asked, gpu=gpu) for gpu in (None, "1.0"))
+    assert set(devices) == {"cpu"}  # the stand-in's
+    for key in ("kld", "perplexity", "perplexity_exact", "active_fraction", "ffn_bytes_per_token"):
+        a, b = found[key], wanted[key]
+        value = (a["value"], b["value"]) if isinstance(a, dict) else (a, b)
+        assert np.isclose(*value, rtol=0.1), (key, value)
+    assert found["written"] and all(key in found for key in changing)
+
+
+def test_a_card_trains_and_one_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for why, auto in ((None, "cuda:0"), ("no driver", "cpu")):
+        monkeypatch.setattr(gpu_session, "unusable", lambda board, index, why=why: why)
+        assert gpu_session.trainer("auto") == auto
+        assert gpu_session.trainer("off") == gpu_session.trainer("stand-in") == "cpu"
+        if why is None:
+            assert gpu_session.trainer("1,0") == "cuda:1"
+        else:
+            with pytest.raises(Unsupported, match="--gpu 1: no driver"):
+                gpu_session.trainer("1")
+    with pytest.raises(UsageError, match="--gpu fast: it is off"):
+        gpu_session.trainer("fast")
+
+
 def test_what_a_gpu_cannot_show_is_refused(
     packs: dict[str, Path], tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Active neurons; routers that the CPU asks."""
-    ran = thermocline("profile", packs["neurons"], *GPU)
-    assert (ran.code, ran.err.count("\n")) == (2, 1) and "not which neurons are active" in ran.err
+    """Routers that the CPU asks."""
     corpus = random_corpus(model := Pack.open(packs["experts"]), 64, 64, 1)
 
     def moved(session: Session) -> Placement:

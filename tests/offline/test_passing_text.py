@@ -109,7 +109,7 @@ def test_samples_of_a_passing_text_are_what_a_profile_counts(
     found = taken(source, tmp_path)
     loaded = weights.load(source.pack, threads=1)
     norms = down_norms(source.pack)
-    worker = ProfileWorker(source.pack.spec, loaded.weights, source.corpus.prefix, CONTEXT, 1, norms)
+    worker = ProfileWorker.on_cpu(source.pack.spec, loaded.weights, source.corpus.prefix, CONTEXT, 1, norms)
     counted = [
         worker.count(p, np.arange(len(p), dtype=np.int64), threading.Event()) for p in source.corpus.passages
     ]

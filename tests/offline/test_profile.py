@@ -141,7 +141,7 @@ def found(pack: Pack, corpus: Corpus, threads: int = 2, workers: int = 1) -> tup
     loaded = weights.load(pack, threads=1)
     norms = down_norms(pack)
     made = [
-        ProfileWorker(pack.spec, loaded.weights, corpus.prefix, CONTEXT, threads, norms)
+        ProfileWorker.on_cpu(pack.spec, loaded.weights, corpus.prefix, CONTEXT, threads, norms)
         for _ in range(workers)
     ]
     all_rows = [np.arange(len(p), dtype=np.int64) for p in corpus.passages]

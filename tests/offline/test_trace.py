@@ -46,7 +46,7 @@ def test_a_trace_has_the_neurons_that_a_prompt_of_the_same_tokens_activates(
     ids = np.array(bench.random_tokens(pack.spec, 1, DEPTH + TOKENS), np.int32)
     loaded = weights.load(pack, threads=1)
     norms = down_norms(pack)
-    worker = ProfileWorker(pack.spec, loaded.weights, ids[:1], 64, 1, norms)
+    worker = ProfileWorker.on_cpu(pack.spec, loaded.weights, ids[:1], 64, 1, norms)
     counted = worker.count(ids[1:], np.arange(len(ids) - 1), threading.Event())
     for i in range(pack.spec.n_layers):
         samples = [s for s in counted.samples if s.layer == i]

@@ -439,7 +439,7 @@ def test_planted_neurons_are_active_within_the_chosen_experts(shape: str, tmp_pa
     assert truth.shape == (s.n_layers, s.n_experts, s.ffn_dim)
     assert truth.mean() == pytest.approx(0.15 * s.n_experts_active / s.n_experts, rel=1e-3)
     ids = np.random.default_rng(5).integers(0, s.vocab_size, 512).astype(np.int32)
-    worker = ProfileWorker(s, loaded.weights, ids[:0], 512, 2, [])
+    worker = ProfileWorker.on_cpu(s, loaded.weights, ids[:0], 512, 2, [])
     counts = worker.count(ids, np.empty(0, np.int64), threading.Event()).counts[:, 0] / 512
     assert counts.mean() == pytest.approx(truth.mean(), rel=0.12)
     for layer in range(s.n_layers):

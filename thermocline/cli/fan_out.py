@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from thermocline.errors import UsageError
+
 if TYPE_CHECKING:
     from thermocline.cluster.shards import Workers
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 class FannedOut(Protocol):
     """The options of a command whose work divides."""
 
+    @property
+    def gpu(self) -> str: ...
     @property
     def threads(self) -> int: ...
     @property
@@ -23,6 +27,12 @@ class FannedOut(Protocol):
 
 def is_divided(o: FannedOut) -> bool:
     return o.ray is not None or (o.processes or 1) > 1
+
+
+def check_on_cpu(o: FannedOut) -> None:
+    """Raise UsageError for a GPU beside divided work."""
+    if o.gpu != "off" and is_divided(o):
+        raise UsageError(f"--gpu {o.gpu}: processes and machines compute on their CPUs; leave it out")
 
 
 @contextlib.contextmanager

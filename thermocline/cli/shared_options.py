@@ -120,18 +120,18 @@ def memory_limit(help: str, shown: str, group: str = "Model") -> Any:
     return opt(None, real(0, 1e6), "GIB", group, help, shown=shown)
 
 
-def which_gpu() -> Any:
+def which_gpu(group: str = "Model") -> Any:
     help = (
         "off: none; auto: one, if there is one and it helps; or its number. No card has verified this code "
         "yet, so it is asked for. stand-in: RAM that is treated as a GPU's, to try it without one."
     )
-    return opt("off", nonempty, "off|auto|N", "Model", help, flags="--main-gpu")
+    return opt("off", nonempty, "off|auto|N", group, help, flags="--main-gpu")
 
 
-def gpu_memory() -> Any:
+def gpu_memory(group: str = "Model") -> Any:
     help = "Memory of the GPU that may be used."
     shown = "what is free there"
-    return opt(None, real(0, 1e6), "GIB", "Model", help, shown=shown, flags="--vram-budget")
+    return opt(None, real(0, 1e6), "GIB", group, help, shown=shown, flags="--vram-budget")
 
 
 def switched_off() -> Any:

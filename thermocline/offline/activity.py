@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import F32, Batch, FFNStats, Layer, OpaqueOps, Weights, opaque
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 from thermocline.pack.pack import Pack
+
+if TYPE_CHECKING:
+    from thermocline.session.session import Session
 
 UNIT = BUCKETS[-1]  # passages and steps are whole windows of this size, except at a passage's end
 STEP = 256  # tokens computed together: `LLM`'s prefill chunk, and one pass of the native FFN
@@ -73,12 +76,11 @@ def add_windows(active: NDArray[np.uint8], counts: I64) -> None:
         active = active[0:even:2] | active[1:even:2]
 
 
-class ActivityRecorder(CpuOps):
-    """The native ops. They count each FFN's activations, and sample them at the wanted rows."""
+class ActivityCounts:
+    """Counts each FFN's activations, and samples them at the wanted rows."""
 
     def __init__(
         self,
-        threads: int,
         spec: ModelSpec,
         layers: Sequence[Layer],
         norms: Sequence[F32],
@@ -88,7 +90,6 @@ class ActivityRecorder(CpuOps):
 
         `sampled`: the layers to sample; None: all of them.
         """
-        super().__init__(threads)
         self._sampled = [sampled is None or i in sampled for i in spec.ffn_layers]
         self._spec, self._layers, self._norms = spec, [layers[i] for i in spec.ffn_layers], norms
         self._skip, self._wanted = 0, np.empty(0, np.int64)
@@ -98,33 +99,18 @@ class ActivityRecorder(CpuOps):
         self.counts = np.zeros((len(self._layers), len(BUCKETS), s.n_experts * s.ffn_dim), np.int64)
         self.samples: list[Sampled] = []
 
-    def step(
-        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
-    ) -> Any:
-        self._layer = 0
-        return super().step(batch, block, cos, sin, window)
-
     def look_at(self, skip: int, wanted: I64) -> None:
         """Count rows from `skip` on in the next step, and sample the `wanted` ones."""
         self._skip, self._wanted = skip, wanted
 
-    def ffn_add(
-        self,
-        x: F32,
-        h: F32,
-        bound: Any,
-        sparsity: str,
-        stats: FFNStats,
-        record: F32 | None = None,
-        *,
-        shares: F32 | None = None,
-    ) -> None:
-        layer, self._layer = self._layer, self._layer + 1
-        seen = None
-        if len(self._wanted) and self._sampled[layer]:  # before x, maybe h, changes
-            seen = ffn_input(self._spec, self._layers[layer], h[self._wanted], opaque(self))
-        record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
-        super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
+    def input(self, layer: int, h: F32, ops: CpuOps) -> F32 | None:
+        """Return what the wanted rows' gates read, of what `ffn_add` reads; None: they are not sampled."""
+        if not len(self._wanted) or not self._sampled[layer]:
+            return None
+        return ffn_input(self._spec, self._layers[layer], h[self._wanted], opaque(ops))
+
+    def add(self, layer: int, record: F32, seen: F32 | None) -> None:
+        """Count a layer's activations [tokens, neurons], and sample them where `input` was `seen`."""
         add_windows((record[self._skip :] != 0).view(np.uint8), self.counts[layer])
         if seen is not None:
             self.samples.append(self._sample(layer, seen, record[self._wanted]))
@@ -139,6 +125,56 @@ class ActivityRecorder(CpuOps):
             index.astype(np.int32),
             np.clip(mass, 0, 65504).astype(np.float16),
         )
+
+
+class ActivityRecorder(CpuOps):
+    """The native ops. They show counts each FFN's activations."""
+
+    def __init__(self, threads: int, counts: ActivityCounts) -> None:
+        super().__init__(threads)
+        self._counts = counts
+
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
+        self._layer = 0
+        return super().step(batch, block, cos, sin, window)
+
+    def ffn_add(
+        self,
+        x: F32,
+        h: F32,
+        bound: Any,
+        sparsity: str,
+        stats: FFNStats,
+        record: F32 | None = None,
+        *,
+        shares: F32 | None = None,
+    ) -> None:
+        layer, self._layer = self._layer, self._layer + 1
+        seen = self._counts.input(layer, h, self)  # before x, maybe h, changes
+        record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
+        super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
+        self._counts.add(layer, record, seen)
+
+
+class SeenLayer(Protocol):
+    """`ops.neuron_watch.LayerActivations`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def h(self) -> F32: ...
+    @property
+    def values(self) -> F32: ...
+
+
+class NeuronsOfGpu(Protocol):
+    """`GpuOps`, which bring each FFN's neurons to RAM."""
+
+    cpu: CpuOps
+
+    def watch_neurons(self, tokens: int, look: Callable[[SeenLayer], None]) -> None: ...
 
 
 def down_norms(pack: Pack) -> list[F32]:
@@ -166,6 +202,11 @@ def passage_positions(context: int) -> int:
 def passage_bytes(spec: ModelSpec, context: int) -> int:
     """Return the bytes of `Passages`, beside those of a session that lends it its weights."""
     return bytes_for(spec, passage_positions(context))
+
+
+def depth_of(sampled: Collection[int] | None) -> int | None:
+    """Return how many layers are computed for samples of these; None: all."""
+    return None if sampled is None else max(sampled) + 1
 
 
 class Passages:
@@ -215,10 +256,14 @@ class Passages:
 
 
 class ProfileWorker:
-    """Runs one passage at a time through the decoder, with its own thread pool and KV cache."""
+    """Runs one passage at a time through the decoder, with a KV cache of its own, and counts."""
 
-    def __init__(
-        self,
+    def __init__(self, counts: ActivityCounts, passages: Passages, prefix: I32) -> None:
+        self._counts, self._passages, self._prefix = counts, passages, prefix
+
+    @classmethod
+    def on_cpu(
+        cls,
         spec: ModelSpec,
         weights: Weights,
         prefix: I32,
@@ -226,31 +271,53 @@ class ProfileWorker:
         threads: int,
         norms: Sequence[F32],
         sampled: Collection[int] | None = None,
-    ) -> None:
-        """`sampled`: the layers to sample, up to which the model is computed; None: all of them."""
-        self._prefix = prefix
-        self._ops = ActivityRecorder(threads, spec, weights.layers, norms, sampled)
-        depth = None if sampled is None else max(sampled) + 1
-        self._passages = Passages(spec, weights, opaque(self._ops), context, depth)
+    ) -> ProfileWorker:
+        """Return a worker with its own thread pool.
+
+        `sampled`: the layers to sample, up to which the model is computed; None: all of them.
+        """
+        counts = ActivityCounts(spec, weights.layers, norms, sampled)
+        ops = opaque(ActivityRecorder(threads, counts))
+        return cls(counts, Passages(spec, weights, ops, context, depth_of(sampled)), prefix)
+
+    @classmethod
+    def on_gpu(
+        cls,
+        session: Session,
+        prefix: I32,
+        context: int,
+        norms: Sequence[F32],
+        sampled: Collection[int] | None = None,
+    ) -> ProfileWorker:
+        """Return a worker that computes as a session with a GPU does, in its cache."""
+        spec, weights, ops = session.pack.spec, session.loaded.weights, session.loaded.ops
+        counts, there = ActivityCounts(spec, weights.layers, norms, sampled), cast("NeuronsOfGpu", ops)
+
+        def look(seen: SeenLayer) -> None:
+            counts.add(seen.index, seen.values, counts.input(seen.index, seen.h, there.cpu))
+
+        there.watch_neurons(STEP, look)
+        passages = Passages(spec, weights, ops, context, depth_of(sampled), session.storage)
+        return cls(counts, passages, prefix)
 
     def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
         """Count a passage's active neurons. `wanted` are the tokens to sample, ascending.
 
         Raises Stopped if `stop` is set, and NumericalError.
         """
-        ops, n_prefix = self._ops, len(self._prefix)
+        counts, n_prefix = self._counts, len(self._prefix)
         ids = np.concatenate([self._prefix, passage])
         wanted = wanted + n_prefix
         first = n_prefix + (STEP - n_prefix) // UNIT * UNIT  # later steps begin with a window
-        ops.begin()
+        counts.begin()
         edges = [0, *range(first, len(ids), STEP), len(ids)]
         for begin, end in itertools.pairwise(edges):
             if stop.is_set():
                 raise Stopped
             inside = wanted[(wanted >= begin) & (wanted < end)]
-            ops.look_at(max(0, n_prefix - begin), inside - begin)
+            counts.look_at(max(0, n_prefix - begin), inside - begin)
             self._passages.step(ids, begin, end)
-        return Counted(ops.counts, ops.samples)
+        return Counted(counts.counts, counts.samples)
 
 
 def counted_together(each: Sequence[Counted]) -> Counted:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from thermocline import _native
     from thermocline.model.spec import ModelSpec
     from thermocline.model.tensors import TensorInfo
-    from thermocline.offline.need_trace import TraceRecorder
-    from thermocline.offline.routing.recorder import RouteRecorder
     from thermocline.session.options import EngineOptions
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
@@ -128,6 +126,16 @@ def text_tokens(pack: StoredModel, path: Path, n: int) -> list[int]:
 
 
 # ---- running it
+
+
+class Recorder(Protocol):
+    """Looks on while tokens are computed: native ops that record, or what reads of a GPU's ops."""
+
+    def begin(self) -> None:
+        """Record from here on."""
+
+    def take(self, tokens: int) -> None:
+        """Take in a step of so many tokens that has ended."""
 
 
 class Script(Sampler):
@@ -243,14 +251,17 @@ class Bench:
         ns = self._finish(request, test)
         return Sample(ns, request.first_s - begin, request.figures())
 
-    def watch(self, test: Test, recorder: TraceRecorder | RouteRecorder) -> None:
-        """Run a test once and record its generated tokens."""
-        self.ops[test.threads] = opaque(recorder)
+    def watch(self, test: Test, recorder: Recorder) -> None:
+        """Run a test once and record its generated tokens, which are the script's also with a GPU."""
+        if isinstance(recorder, CpuOps):
+            self.ops[test.threads] = opaque(recorder)
+        self.engine.model = replace(self.engine.model, chooser=None)  # it would begin a step ahead
         request = self._start(test)
         recorder.begin()
         for i in range(test.gen):
             self.progress("recording", i, test.gen, " tokens")
             self._until(request, i + 2)
+            recorder.take(1)
         self.progress("recording", test.gen, test.gen, " tokens")
 
     def python_share(self, test: Test) -> float | None:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from thermocline.cluster import shards
 from thermocline.convert.from_gguf import is_gguf
 from thermocline.errors import BadFile
-from thermocline.offline.activity import Counted, ProfileWorker, count_passages, counted_together
+from thermocline.offline.activity import (
+    Counted,
+    ProfileWorker,
+    count_passages,
+    counted_together,
+    passage_positions,
+)
 from thermocline.opening.gguf_model import open_gguf
 from thermocline.pack.activity_profile import I32, I64
 from thermocline.pack.pack import Pack
@@ -35,25 +41,36 @@ SHARD_TOKENS = 4096  # of a shard at most: what is computed again when a machine
 Piece = tuple[I32, I64]  # a passage, and its tokens to sample
 
 
-def options(threads: int, context: int, ram: float | None) -> EngineOptions:
-    return EngineOptions(threads=threads, context=context, max_batch=1, kv_tokens=LENDS_WEIGHTS, ram=ram)
+def options(
+    threads: int, context: int, ram: float | None, gpu: str = "off", vram: float | None = None
+) -> EngineOptions:
+    """Return the options of a session that counts. With a GPU it has passages' keys and values, too."""
+    positions = LENDS_WEIGHTS if gpu == "off" else passage_positions(context)
+    return EngineOptions(
+        threads=threads, context=context, max_batch=1, kv_tokens=positions, ram=ram, gpu=gpu, vram=vram
+    )
 
 
 def in_this_process(
     r: ProfileJob, session: Session, left: Sequence[Piece], norms: list[F32]
 ) -> Generator[tuple[list[I32], Counted]]:
     """Yield passages with their counts, one at a time. `left`: passages, and their tokens to sample."""
-    workers = [
-        ProfileWorker(
-            r.pack.spec, session.loaded.weights, r.corpus.prefix, r.context, max(1, r.threads // r.workers),
-            norms, r.sampled,
-        )
-        for _ in range(r.workers)
-    ]  # fmt: skip
+    workers = _workers(r, session, norms)
     passages, wanted = [p for p, _ in left], [w for _, w in left]
     with closing(count_passages(workers, passages, wanted)) as found:
         for passage, counted in zip(passages, found, strict=True):
             yield [passage], counted
+
+
+def _workers(r: ProfileJob, session: Session, norms: list[F32]) -> list[ProfileWorker]:
+    prefix, sampled = r.corpus.prefix, r.sampled
+    if session.gpus is not None:
+        return [ProfileWorker.on_gpu(session, prefix, r.context, norms, sampled)]
+    weights, threads = session.loaded.weights, max(1, r.threads // r.workers)
+    return [
+        ProfileWorker.on_cpu(r.pack.spec, weights, prefix, r.context, threads, norms, sampled)
+        for _ in range(r.workers)
+    ]
 
 
 def across(
@@ -94,7 +111,7 @@ class CountingWork:
         pack = open_same(self.pack, self.stamp)
         with Session.open(pack, options(threads, self.context, self.ram), beside=self.beside) as session:
             weights, never = session.loaded.weights, threading.Event()
-            worker = ProfileWorker(
+            worker = ProfileWorker.on_cpu(
                 pack.spec, weights, self.prefix, self.context, threads, self.norms, self.sampled
             )
             yield lambda shard: counted_together([worker.count(*part, never) for part in shard])

@@ -154,6 +154,11 @@ class Reader:
         self._states = StateTurns(model.spec, side, state_storage(model, ops))
         self._tables = [self._kv.open([]) for _ in range(side)]
 
+    def close(self) -> None:
+        """Give its blocks back to a cache that others use after it."""
+        for table in self._tables:
+            self._kv.close(table)
+
     def prompt(self, texts: I32, stop: int) -> None:
         """Read positions [0, stop) as a prompt: without predictors."""
         sparsity = "exact" if self.sparsity == "predict" else self.sparsity

@@ -48,6 +48,9 @@ class TraceRecorder(CpuOps):
     def begin(self) -> None:
         self._rows = [[] for _ in self._layers]
 
+    def take(self, tokens: int) -> None:
+        """Do nothing: layers record as they are computed."""
+
     @property
     def active(self) -> list[U8]:
         """Return the needed neurons by layer [tokens, bytes], for tokens that all layers have computed."""

@@ -22,6 +22,7 @@ from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.offline import counting
 from thermocline.offline.activity import STEP, down_norms, passage_bytes
 from thermocline.offline.checkpoint import ProfileCheckpoint
+from thermocline.ops.device_sizes import watch_bytes
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
     BUCKETS,
@@ -69,6 +70,8 @@ class ProfileJob:
     sampled: tuple[int, ...] | None = None  # layers to sample, up to which the model runs; None: all of them
     active: float = 1.0  # at most about this share of neurons is active
     across: Workers | None = None  # processes or machines to divide the passages between; None: this process
+    gpu: str = "off"
+    vram: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class ProfileResult:
     tokens_per_s: float | None  # of the tokens counted now; None if a checkpoint had all of them
     resumed_tokens: int  # tokens that a checkpoint had
     dropped: tuple[str, ...]  # files of the old order that were removed
+
+
+def computed_on(gpu: str) -> str:
+    """Return what computes, in whose rounding counts and samples are."""
+    return _native.isa() if gpu == "off" else f"gpu {gpu}"
 
 
 def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE, layers: Sequence[int] | None = None) -> int:
@@ -147,8 +155,10 @@ def _check_disk(pack: Pack, output: Path, n: int) -> None:
 
 def open_session(r: ProfileJob, n: int, progress: Progress) -> Session:
     """Open the pack within the memory that there is; read no weight. Raises OutOfBudget and UsageError."""
+    if r.gpu != "off" and r.workers > 1:
+        raise UsageError(f"--workers {r.workers}: a GPU computes one passage at a time; leave it out")
     ram = r.ram if r.across is None else r.across.ram(r.ram)
-    options = counting.options(r.threads, r.context, ram)
+    options = counting.options(r.threads, r.context, ram, r.gpu, r.vram)
 
     def reading(what: str, done: int, of: int) -> None:
         progress(what, done, of, "B")
@@ -169,7 +179,10 @@ def _own_bytes(r: ProfileJob, n: int) -> int:
     neurons, layers = s.n_experts * s.ffn_dim, len(s.ffn_layers)
     scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
     record = 5 * STEP * neurons  # f32, and whether it is 0
-    workers = r.workers * (passage_bytes(s, r.context) + record) + (r.workers - 1) * scratch
+    if r.gpu == "off":
+        workers = r.workers * (passage_bytes(s, r.context) + record) + (r.workers - 1) * scratch
+    else:  # keys and values are the session's
+        workers = record + watch_bytes(s, STEP)
     # The sum so far, the next one and its copy in a file; a passage's of each worker and one that is done.
     counts = (4 + r.workers) * layers * len(BUCKETS) * neurons * 8
     most = max(map(len, sampled_tokens(r.corpus.passages, n)), default=0)
@@ -180,7 +193,8 @@ def _own_bytes(r: ProfileJob, n: int) -> int:
 
 def _open_checkpoint(r: ProfileJob, n: int) -> ProfileCheckpoint:
     output = Path(os.path.realpath(r.output))
-    made_for = {"corpus": r.corpus.sha256, "context": r.context, "samples": n, "isa": _native.isa()}
+    isa = computed_on(r.gpu)
+    made_for = {"corpus": r.corpus.sha256, "context": r.context, "samples": n, "isa": isa}
     directory = output.with_name(f"{output.name}.profile-unfinished")
     return ProfileCheckpoint(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
 

@@ -233,6 +233,10 @@ class CpuOps:
         join = _native.Join(_norm(spec, p.post_norm), 1.0, layer.scale)
         return _native.PerLayer(gate, down, ACTIVATIONS.index(spec.activation), join)
 
+    def mode(self, sparsity: str) -> int:
+        """Return the core's number of a sparsity."""
+        return SPARSITIES[sparsity]
+
     def bring(self, given: F32) -> F32:
         return given
 

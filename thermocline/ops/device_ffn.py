@@ -6,7 +6,7 @@ computes its part beside the first one and the CPU, and returns one sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart, 
 from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
+Seen = Callable[[Device, "NeuronPlace", Tensor], None]  # told the neurons [tokens, n] that a queue computed
 Pair = tuple[Tensor, Tensor]  # on the device and, where it has a twin, in RAM
 KINDS = {
     "f32": torch.float32,
@@ -53,6 +54,15 @@ def parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
     return n.weight, n.bias, n.eps, n.layer
 
 
+@dataclass(frozen=True)
+class NeuronPlace:
+    """Neurons of some experts, one expert's behind another's: of each as many, from `first` on."""
+
+    expert: int
+    experts: int
+    first: int
+
+
 class PartQueue:
     """Queues the neurons of parts on one device, in buffers of its own."""
 
@@ -64,6 +74,7 @@ class PartQueue:
         self._hidden = [pairs[n][0] for n in ("gate", "up") if n in pairs]
         self._opened = pairs["opened"][0] if "opened" in pairs else None
         self._pieces = [pairs[name][0] for name in ("piece 0", "piece 1") if name in pairs]
+        self.seen: Seen | None = None
 
     @property
     def counts(self) -> Pair:
@@ -91,10 +102,11 @@ class PartQueue:
             self._dense(p, normed, y, add)
         elif weights is None or len(normed) <= device_sizes.FEW:
             mine = None if named is None else named[:, p.first // 8 : p.first // 8 + -(-p.neurons // 8)]
-            self._bundles(p, normed, mine, weights, y, add)
+            self._bundles(p, NeuronPlace(0, p.experts, p.first), normed, mine, weights, y, add)
         else:  # all tokens through each expert: of so many, some go to every one
             for e in range(p.experts):
-                self._bundles(p.expert(e), normed, None, weights[:, e : e + 1], y, add or e > 0)
+                place, shares = NeuronPlace(e, 1, p.first), weights[:, e : e + 1]
+                self._bundles(p.expert(e), place, normed, None, shares, y, add or e > 0)
 
     def shared(self, f: DeviceShared, normed: Tensor, y: Tensor, add: bool) -> None:
         """y (+)= the FFN of every token."""
@@ -125,12 +137,21 @@ class PartQueue:
         self.times(y, DeviceLinear(p.down, None), h, add)
 
     def _bundles(
-        self, p: DevicePart, normed: Tensor, named: Vector, weights: Vector, y: Tensor, add: bool
+        self,
+        p: DevicePart,
+        place: NeuronPlace,
+        normed: Tensor,
+        named: Vector,
+        weights: Vector,
+        y: Tensor,
+        add: bool,
     ) -> None:
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
         what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu)
         run(k.gate_up, h, *what, named, weights, self.counts[0], self.scratch)
+        if self.seen is not None:
+            self.seen(self.device, place, h)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
         run(k.down, y, p.down, h, add, self.scratch)
@@ -172,7 +193,8 @@ class PartQueue:
             for (e, piece), (gates, bundles) in zip(pieces, sent, strict=True):
                 up = None if piece.up is None else replace(piece.up, data=bundles.data)
                 here = replace(piece, gate=replace(piece.gate, weight=gates), up=up, down=bundles)
-                self._bundles(here, normed, None, None if weights is None else weights[:, e : e + 1], y, True)
+                shares = None if weights is None else weights[:, e : e + 1]
+                self._bundles(here, NeuronPlace(e, 1, piece.first), normed, None, shares, y, True)
         return sum((2 if p.up is not None else 1) * p.neurons for p in pinned)
 
     def _send_experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor) -> None:
@@ -215,8 +237,9 @@ class PartQueue:
         """Cut a part into pieces that a buffer has room for."""
         size = len(self._pieces[0]) // (p.gate.weight.stride + p.down.stride) // 32 * 32
         assert size, "a piece holds no 32 neurons"
+        begin = self.spec.ffn_dim - p.neurons  # they are an expert's last
         for first in range(0, p.neurons, size):
-            yield p.cut(slice(first, first + size))
+            yield replace(p.cut(slice(first, first + size)), first=begin + first)
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,18 @@ def side_sizes(spec: ModelSpec, s: StepLimits) -> KernelSizes:
     return replace(s.sizes(spec), heads=0)  # no attention
 
 
+def watch_buffers(spec: ModelSpec, tokens: int) -> dict[str, Buffer]:
+    """Return what `NeuronWatch` has in RAM, each twice: of one FFN at a time."""
+    made = {"values": Buffer((tokens * spec.n_experts * spec.ffn_dim,)), "h": Buffer((tokens, spec.dim))}
+    return made | ({"shares": Buffer((tokens, spec.n_experts))} if spec.n_experts > 1 else {})
+
+
+def watch_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Return the RAM that `NeuronWatch` takes, with the values of a layer that it joins."""
+    made = watch_buffers(spec, tokens)
+    return 2 * _here(made) + 2 * made["values"].nbytes
+
+
 def device_bytes(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> int:
     """Return what `buffers` take of the first GPU's memory."""
     return _there(buffers(spec, s, gpus))

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import choosing, device_sizes
 from thermocline.ops.choosing import DeviceChooser
@@ -65,6 +64,7 @@ from thermocline.ops.interface import (
 )
 from thermocline.ops.mixing.latent import LatentQueue
 from thermocline.ops.mixing.recurrent import MixerQueue
+from thermocline.ops.neuron_watch import LayerActivations, NeuronWatch
 
 if TYPE_CHECKING:
     from thermocline.ops.device import Device
@@ -194,6 +194,7 @@ class GpuOps:
         self._task: _native.HostTask | None = None
         self._own_slots = _native.StepSlot(), _native.StepSlot()
         self._watched: dict[int, Tensor] | None = None  # by a layer's route: shares, in RAM
+        self._neurons: NeuronWatch | None = None
 
     @property
     def device(self) -> Device:
@@ -235,6 +236,14 @@ class GpuOps:
         """Return the last step's shares [tokens, experts] of each layer whose router is on the first GPU."""
         assert self._watched is not None
         return [here[:tokens].numpy() for here in self._watched.values()]
+
+    def watch_neurons(self, tokens: int, look: Callable[[LayerActivations], None]) -> None:
+        """Show each FFN's neurons to `look` from here on, of steps of at most so many tokens."""
+        watch = self._neurons = NeuronWatch(self.device, self.spec, tokens, look)
+        shared = self.spec.n_experts > 1
+        for queue in self._queues:
+            queue.seen = partial(watch.computed, shared=shared)
+        self.forget()
 
     def chooser(self, spec: ModelSpec, weights: Weights) -> DeviceChooser | None:
         return choosing.chooser(self, spec, weights)
@@ -293,6 +302,8 @@ class GpuOps:
         tokens = len(x)
         self._settle()
         self._take_turn(0)
+        if self._neurons is not None:
+            self._neurons.begin_step()
         self.streams[0][1][:tokens].copy_(torch.from_numpy(x))
         self._rows[1][: len(rows)].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
         self.device.copy(self._rows[0], self._rows[1])
@@ -304,6 +315,8 @@ class GpuOps:
         self.device.wait(program.tasks)
         for side in self._side:
             side.device.wait([])
+        if self._neurons is not None:
+            self._neurons.end_step()
         self.ended(program, stats)
         assert program.logits is not None
         logits: F32 = program.logits.numpy().copy()
@@ -314,6 +327,7 @@ class GpuOps:
         self.free, self._task = list(range(STREAMS)), None
         program = self._programs.get(key)
         recorded = key.tokens <= RECORDED and not self._side and self.device.records
+        recorded = recorded and self._neurons is None  # each layer is waited for
         if recorded and program is None and key._replace(turn=0) in self._programs:
             program = self._programs[key] = self._record(key, work)
         if program is None:
@@ -593,17 +607,35 @@ class GpuOps:
         shares: F32 | None = None,
     ) -> None:
         """x += the FFN's parts: the first GPU's, the other GPUs' in their order, the CPU's."""
+        self._see(h)
         if not isinstance(b, DeviceFFN):
             self._cpu_ffn(x, h, b, sparsity, shares)
+        else:
+            self._device_ffn(x, h, b, sparsity, cast("Tensor | None", shares))
+        if self._neurons is not None:
+            self._close_task()
+            self._neurons.end(self._now.tasks)
+
+    def _see(self, h: Hidden) -> None:
+        """Show what an FFN reads, if anybody looks on."""
+        if self._neurons is None:
             return
+        if not h.on_device:
+            self._close_task()
+            self.device.copy(h.device, h.host)
+        self._neurons.begin(h.device)
+
+    def _device_ffn(self, x: Hidden, h: Hidden, b: DeviceFFN, sparsity: str, shares: Tensor | None) -> None:
         self._to_device(x)
         self._to_device(h)
         elsewhere = b.cold is not None or bool(b.others)
         normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
         named = self._guess(b, normed, sparsity)
-        weights = self._weigh(b, normed, h.device) if shares is None else cast("Tensor", shares)
+        weights = self._weigh(b, normed, h.device) if shares is None else shares
+        if self._neurons is not None and weights is not None:
+            self._neurons.routed(weights)
         own, cold = self._parted(b, weights)
-        sends = bool(b.pinned) and x.tokens >= self.send_from
+        sends = bool(b.pinned) and named is None and x.tokens >= self.send_from  # all of them, unasked
         if b.others or (b.cold is not None and not sends):
             self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, cold))
         self._count(b, x.tokens)
@@ -653,11 +685,12 @@ class GpuOps:
     ) -> None:
         self._to_host(x)
         self._to_host(h)
-        mode, task = SPARSITIES[sparsity], self._host()
+        mode, task = self.cpu.mode(sparsity), self._host()
+        record = None if self._neurons is None else self._neurons.on_cpu(b.neurons)
         if isinstance(b, _native.FFN):
-            task.ffn(x.array, h.array, b, mode)
+            task.ffn(x.array, h.array, b, mode, None, record)
         else:
-            task.mixture(x.array, h.array, b, mode, shares)
+            task.mixture(x.array, h.array, b, mode, shares, record)
         self._now.known.neurons += x.tokens * b.neurons
         self._now.known.gates_dense += b.neurons
 
@@ -763,14 +796,15 @@ class GpuOps:
         self, cold: _native.FFN | _native.Mixture, n: int, sparsity: str, asked: tuple[Vector, Vector]
     ) -> _native.HostTask:
         names, shares = asked
-        task, mode = self._new_task(), SPARSITIES[sparsity]
+        task, mode = self._new_task(), self.cpu.mode(sparsity)
         rows = (self._cold[1][:n].numpy(), self._normed[1][:n].numpy())
+        record = None if self._neurons is None else self._neurons.on_cpu(cold.neurons)
         task.zero(self._cold[1].numpy())
         if isinstance(cold, _native.Mixture):
             assert shares is not None, "there is a router"
-            task.mixture(*rows, cold, mode, shares.numpy())
+            task.mixture(*rows, cold, mode, shares.numpy(), record)
         else:
-            task.ffn(*rows, cold, mode, None if names is None else names.numpy())
+            task.ffn(*rows, cold, mode, None if names is None else names.numpy(), record)
         return task
 
     def _count(self, b: DeviceFFN, tokens: int) -> None:

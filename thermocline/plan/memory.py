@@ -17,6 +17,7 @@ from thermocline.model.formats import SMALL
 from thermocline.model.modes import NO_PROMPT_CACHE, PLAIN, CacheTypes, PromptCacheLimits
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
+from thermocline.ops.device_sizes import device_bytes
 
 GIB = 2**30
 CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
@@ -43,6 +44,7 @@ class Needs:
     types: CacheTypes = PLAIN  # of keys and values
     beside: int = 0  # bytes that the command takes itself, beside its session
     kept: PromptCacheLimits = NO_PROMPT_CACHE
+    tried: int = 0  # bytes on a GPU of predictors that are tried there, beside a plan's
 
 
 def reads_from_disk(spec: ModelSpec, *, gpu: bool = False) -> str | None:
@@ -187,6 +189,18 @@ def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: b
     """
     rank = spec.ffn_dim if predicted and spec.n_experts == 1 else 0  # at most
     return Limits(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
+
+
+def tried_bytes(spec: ModelSpec, needs: Needs) -> int:
+    """Return the VRAM of predictors that are tried, and of what their guesses take."""
+    if not needs.tried:
+        return 0
+    context = context_for(spec, needs.context)
+    with_them, without = (
+        device_bytes(spec, device_limits(spec, context, needs.max_batch, predicted=predicted))
+        for predicted in (True, False)
+    )
+    return needs.tried + with_them - without
 
 
 def runtime_bytes(spec: ModelSpec) -> int:

@@ -94,6 +94,23 @@ def find_all(asked: str, vram: float | None = None, trust: Trust | None = None) 
     return tuple(found)
 
 
+def trainer(asked: str) -> str:
+    """Return torch's name of the first GPU that is asked for, to train on: "cpu" with the stand-in or none.
+
+    Raises as `find` does.
+    """
+    name, *_ = asked.split(",")
+    if name in ("off", STAND_IN):
+        return "cpu"
+    if name != "auto" and not name.isdigit():
+        raise UsageError(f"--gpu {asked}: it is off, auto, a GPU's number, or {STAND_IN}")
+    index = 0 if name == "auto" else int(name)
+    why = unusable(hardware.gpu(), index)
+    if why is not None and name != "auto":
+        raise Unsupported(f"--gpu {asked}: {why}")
+    return "cpu" if why is not None else f"cuda:{index}"
+
+
 def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
     """Return why that GPU cannot be used here, or None; DeviceFailure where it does not answer.
 

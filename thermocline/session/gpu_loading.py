@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
-from thermocline.session.gpu_weights import load, load_experts_in_part, load_in_part
+from thermocline.session.gpu_weights import load, load_experts_in_part, load_in_part, with_tried
 from thermocline.session.store import OnDisk, Opened
 from thermocline.session.weights import LoadedWeights, new_ops
 
 if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
+    from thermocline.ops.interface import Weights
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.predictor import Predictors
     from thermocline.pack.stored_model import StoredModel
@@ -36,9 +38,10 @@ def opened(
     """Take all that is ever taken. `records`: checksums of neurons, where some come from disk."""
     placement, a, experts = decision.placement, decision.arrangement, decision.experts
     devices = tuple(one.device for one in gpus.opened)
+    predicted = predictors is not None or gpus.tries
     ops = GpuOps(
         devices, gpus.opened[0].kernels, new_ops(threads), pack.spec,
-        device_limits(pack.spec, placement.context, max_batch, predicted=predictors is not None),
+        device_limits(pack.spec, placement.context, max_batch, predicted=predicted),
         gpus.send_from
     )  # fmt: skip
     store: OnDisk | None = None
@@ -60,3 +63,10 @@ def opened(
         return pages_on(devices[0], shape)
 
     return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage)
+
+
+def tried(opened: Opened, decision: Decision, gpus: Gpus, predictors: Predictors, spec: ModelSpec) -> Weights:
+    """Return a session's weights with these predictors. Recordings of steps without them are forgotten."""
+    loaded, ops = opened.loaded, cast("GpuOps", opened.loaded.ops)
+    ops.forget()
+    return with_tried(loaded.weights, spec, decision.placement, predictors, gpus.opened[0].device)

@@ -14,7 +14,7 @@ from thermocline.plan import place
 from thermocline.plan.budget import Decision
 from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
-from thermocline.plan.memory import GIB, Needs, context_for, reads_from_disk
+from thermocline.plan.memory import GIB, Needs, context_for, reads_from_disk, tried_bytes
 from thermocline.plan.problem import Ask, takes_experts
 from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
@@ -37,6 +37,7 @@ class Gpus:
 
     opened: tuple[OpenGpu, ...]
     send_from: int  # tokens of a step for which neurons are sent to a GPU
+    tries: bool = False  # whether there is room for predictors that are tried
 
     def release(self) -> None:
         """Finish what is computed with weights, before they are freed."""
@@ -122,7 +123,7 @@ def planned_of(
         return None
     _report(found, made)
     decision = Decision.of_plan(made, subject.contents, subject.routing)
-    return decision, Gpus(found, send_from(here, subject))
+    return decision, Gpus(found, send_from(here, subject), needs.tried > 0)
 
 
 def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
@@ -130,7 +131,7 @@ def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
     return Ask(
         context=context_for(spec, needs.context),
         sparsity=needs.sparsity if spec.sparse else "off",
-        vram_bytes=vram_bytes,
+        vram_bytes=max(0, vram_bytes - tried_bytes(spec, needs)),
         ram_bytes=needs.budget,
         max_batch=needs.max_batch,
         kv_tokens=needs.kv_tokens,

@@ -426,6 +426,22 @@ def _with_predictors(
     return replace(made, layers=tuple(layers))
 
 
+def with_tried(
+    made: Weights, spec: ModelSpec, placement: Placement, predictors: Predictors, device: Device
+) -> Weights:
+    """Return loaded weights with these predictors, on the first GPU where it has a part of a layer.
+
+    There they guess for all neurons, wherever these are. A plan may leave the GPU's unasked: the trial is of
+    what the CPU alone would compute.
+    """
+
+    def there(x: LayerPlacement) -> bool:
+        return x.attention == FIRST_GPU or gpu_neurons(x) > 0
+
+    layers = tuple(replace(x, predictor=FIRST_GPU if there(x) else CPU) for x in placement.layers)
+    return _with_predictors(made, spec, replace(placement, layers=layers), predictors, device)
+
+
 def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
     """Return a predictor of each expert's neurons from `first` on; None if there are none."""
     if first * p.experts == len(p.threshold):

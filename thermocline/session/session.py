@@ -21,7 +21,7 @@ from thermocline.session.weights import BegunLoad
 
 if TYPE_CHECKING:
     from thermocline.engine.kv_cache import Storage
-    from thermocline.ops.interface import OpaqueOps
+    from thermocline.ops.interface import OpaqueOps, Weights
     from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.disk.disk_split import Arrangement
     from thermocline.plan.placement import Placement
@@ -75,10 +75,12 @@ class Session:
         *,
         progress: Progress = silent,
         beside: int = 0,
+        tried: int = 0,
         fits: bool = False,
     ) -> Session:
         """Choose where the weights go; read none. `beside`: bytes of the budget that the caller takes itself.
 
+        `tried`: bytes of predictors that `with_predictors` will be given, where a GPU may have them.
         `fits`: all weights go to RAM, since the caller made sure.
 
         Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
@@ -89,7 +91,7 @@ class Session:
         predictors = predictors_for(pack, options.sparsity)
         if predictors is not None and (measured := measured_on(predictors.report)):
             log.info(measured)
-        needs, gpus = needs_of(options, beside), None
+        needs, gpus = replace(needs_of(options, beside), tried=tried), None
         if fits:
             decision = all_in_ram(pack, predictors, needs)
         else:
@@ -137,6 +139,16 @@ class Session:
     def loaded(self) -> LoadedWeights[OpaqueOps]:
         """The weights, and the ops over them; read at the first use."""
         return self._open().loaded
+
+    def with_predictors(self, predictors: Predictors) -> Weights:
+        """Return the weights with these predictors in place of their own, to be bound anew."""
+        opened = self._open()
+        if self._gpus is None:
+            return weights.with_predictors(opened.loaded.weights, predictors)
+        assert self._gpus.tries, "the session was opened with room for them"
+        from thermocline.session import gpu_loading
+
+        return gpu_loading.tried(opened, self.decision, self._gpus, predictors, self.pack.spec)
 
     @property
     def store(self) -> OnDisk | None:

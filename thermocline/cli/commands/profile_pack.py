@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.commands.routing import profile_routes
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
-from thermocline.cli.fan_out import is_divided, workers_of
+from thermocline.cli.fan_out import check_on_cpu, is_divided, workers_of
 from thermocline.cli.packs import pack_directory
 from thermocline.cli.shared_options import (
     gpu_memory,
@@ -87,13 +87,10 @@ def profile(o: ProfileOptions) -> int:
 
     if (mixture := profile_routes.mixture_of(o.model)) is not None:
         return profile_routes.profile(o, mixture)
-    if o.gpu != "off":
-        raise UsageError(
-            f"--gpu {o.gpu}: a GPU shows which experts are chosen, not which neurons are active; leave it out"
-        )
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)
+    check_on_cpu(o)
     if o.workers > 1 and is_divided(o):
         raise UsageError(f"--workers {o.workers}: work beside each other in one process; leave it out")
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
@@ -173,6 +170,8 @@ def profile_request(o: ProfileOptions) -> ProfileJob:
         workers=o.workers,
         overwrite=o.force,
         ram=o.ram,
+        gpu=o.gpu,
+        vram=o.vram,
     )
 
 

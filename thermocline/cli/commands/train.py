@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
-from thermocline.cli.fan_out import workers_of
+from thermocline.cli.fan_out import check_on_cpu, workers_of
 from thermocline.cli.packs import pack_directory
 from thermocline.cli.predictor_table import fidelity_rows
 from thermocline.cli.shared_options import (
+    gpu_memory,
     json_output,
     memory_limit,
     on_ray,
     process_count,
     quiet_output,
     thread_count,
+    which_gpu,
 )
 from thermocline.cli.table import columns, table
 from thermocline.errors import UsageError
@@ -102,6 +104,8 @@ class TrainOptions:
     ram: float | None = memory_limit(
         "Memory that all of it may take. Of a larger model neurons stay on disk.", "what is free", "Fitting"
     )
+    gpu: str = which_gpu("Fitting")
+    vram: float | None = gpu_memory("Fitting")
     threads: int = thread_count()
     processes: int | None = process_count("layers' fits")
     ray: str | None = on_ray()
@@ -113,6 +117,7 @@ def train(o: TrainOptions) -> int:
     """Write nothing where exact reads less and no kind was asked for, nor where fidelity was not reached."""
     from thermocline.offline.training import train as training
 
+    check_on_cpu(o)
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
         request = train_request(o)
         source = sample_source(o, request, stack, progress)
@@ -189,6 +194,8 @@ def train_request(o: TrainOptions) -> TrainJob:
         context=context,
         limit=o.limit,
         ram=o.ram,
+        gpu=o.gpu,
+        vram=o.vram,
     )
 
 
@@ -203,7 +210,7 @@ def sample_source(o: TrainOptions, request: TrainJob, stack: ExitStack, progress
         return KeptSamples(stack.enter_context(kept_samples(pack)), profile)
     context = min(corpus.CONTEXT, pack.spec.max_context)
     text = corpus.read_corpus(pack, o.corpus, o.tokens, context, UNIT)
-    return PassingText(pack, profile, text, context, request.threads, o.ram, progress.at)
+    return PassingText(pack, profile, text, context, request.threads, o.ram, progress.at, o.gpu, o.vram)
 
 
 def _to_measure_on(pack: Pack, text: str | None, context: int, limit: int) -> Texts:

@@ -125,7 +125,7 @@ def profile_routes(job: RouteJob, progress: Progress) -> RoutesCounted:
     kept = traced_passages(corpus.passages)
     checkpoint = RouteCheckpoint(model, corpus, context)
     with Session.open(model, options, progress=reading, beside=beside) as session:
-        check_routers(session)
+        check_routers(session)  # before the weights are read
         state = found = checkpoint.load()
         before = corpus.tokens_before(found.done)
         if before:
@@ -170,7 +170,7 @@ def _chosen(job: RouteJob, session: Session, beside: int, state: RouteCounts) ->
 def _chooser(session: Session, prefix: I32, context: int) -> Callable[[I32], U16]:
     """Return a function that gives the choices of a passage."""
     spec, skip = session.pack.spec, len(prefix)
-    recorder, ops = _recorder(session)
+    recorder, ops = recorder_of(session)
     passages = Passages(spec, session.loaded.weights, ops, context, storage=session.storage)
 
     def chosen(passage: I32) -> U16:
@@ -201,8 +201,12 @@ class RoutingWork:
             yield lambda passages: [chosen(p) for p in passages]
 
 
-def _recorder(session: Session) -> tuple[RouteRecorder | GpuRouteRecorder, OpaqueOps]:
-    """Return what looks on, and the ops that compute: the recorder itself, or the session's with a GPU."""
+def recorder_of(session: Session) -> tuple[RouteRecorder | GpuRouteRecorder, OpaqueOps]:
+    """Return what looks on, and the ops that compute: the recorder itself, or the session's with a GPU.
+
+    Raises UsageError where a GPU does not ask all routers.
+    """
+    check_routers(session)
     spec, loaded = session.pack.spec, session.loaded
     if session.gpus is None:
         own = RouteRecorder(session.threads, spec, loaded.weights.layers)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.errors import Unsupported
+from thermocline.errors import DeviceFailure, Unsupported
 from thermocline.offline.training.calibrate import LayerSamples
 from thermocline.ops.interface import F32
 
@@ -29,24 +29,46 @@ def require() -> None:
 
 
 def fit(
-    a: LayerSamples, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
+    a: LayerSamples,
+    rank: int,
+    seed: int,
+    threads: int,
+    step: Callable[[], None] = lambda: None,
+    device: str = "cpu",
 ) -> tuple[F32, F32]:
     """Train a predictor: (first [rank, dim], second [neurons, rank]). `step` is called after each step.
 
     The loss is cross entropy. An active neuron's weight grows with the square of its mass, and with the
     root of how rare active neurons are, so scores rise with the cost of a miss. Each neuron's bias is
     trained and dropped: the threshold that is found later takes its place.
+
+    `device`: torch's name of what computes. All begin with the same numbers, and sum them in orders of
+    their own. Raises DeviceFailure.
     """
     import torch
 
     torch.set_num_threads(threads)
+    try:
+        return _fit(a, rank, seed, step, device)
+    except (torch.cuda.OutOfMemoryError, torch.AcceleratorError) as e:
+        first, *_ = str(e).splitlines()
+        raise DeviceFailure(f"{device}: {first}; --gpu off trains on the CPU") from e
+    finally:
+        if device != "cpu":
+            torch.cuda.empty_cache()  # trials want it
+
+
+def _fit(a: LayerSamples, rank: int, seed: int, step: Callable[[], None], device: str) -> tuple[F32, F32]:
+    import torch
+
     made = torch.Generator().manual_seed(seed)
     x = torch.from_numpy(a.x)
     size = float(x.square().mean().sqrt()) or 1.0
     first = torch.randn(rank, x.shape[1], generator=made) / (x.shape[1] ** 0.5 * size)
     second = torch.randn(a.neurons, rank, generator=made) / rank**0.5
     rare, bias = _rarity(a)
-    weights = [first.requires_grad_(), second.requires_grad_(), torch.from_numpy(bias).requires_grad_()]
+    x = x.to(device)
+    weights = [w.to(device).requires_grad_() for w in (first, second, torch.from_numpy(bias))]
     optimizer = torch.optim.AdamW(
         [{"params": weights[:2], "weight_decay": DECAY}, {"params": weights[2:], "weight_decay": 0.0}],
         lr=RATE,
@@ -55,17 +77,18 @@ def fit(
     mean = a.energy / max(1, len(a.neuron))
     for rows in _batches(a.n, seed):
         batch = a.take(rows)
-        mass, asked = torch.from_numpy(batch.dense()), torch.from_numpy(batch.asks())
+        mass, asked = (torch.from_numpy(of).to(device) for of in (batch.dense(), batch.asks()))
         active = (mass > 0).float()
         weight = torch.where(mass > 0, rare * (FLOOR + mass.square() / mean), 1.0) * asked
-        score = torch.relu(x[torch.from_numpy(rows)] @ weights[0].T) @ weights[1].T + weights[2]
+        score = torch.relu(x[torch.from_numpy(rows).to(device)] @ weights[0].T) @ weights[1].T + weights[2]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(score, active, weight)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         step()
-    return first.detach().numpy(), second.detach().numpy()
+    fitted_first, fitted_second = (w.detach().cpu().numpy() for w in weights[:2])
+    return fitted_first, fitted_second
 
 
 def _rarity(a: LayerSamples) -> tuple[float, F32]:

@@ -52,6 +52,7 @@ class LayerFit:
     threads: int
     late: Callable[[], bool]  # whether ranks may not grow any more
     over: Callable[[], bool]  # whether the time for fits is over
+    device: str = "cpu"  # torch's name of what trains
 
 
 def fit_layer(kinds: Sequence[str], f: LayerFit) -> None:
@@ -79,7 +80,9 @@ def _fit(kind: str, f: LayerFit) -> None:
             _cut(partial(fit_svd.svd, f.gate, f.fitted.x, seed=f.seed), ranks, made, offer, f.late)
         case "mlp":
             step = partial(_unless, f.over)
-            train_rank = partial(fit_mlp.fit, f.fitted, seed=f.seed, threads=f.threads, step=step)
+            train_rank = partial(
+                fit_mlp.fit, f.fitted, seed=f.seed, threads=f.threads, step=step, device=f.device
+            )
             _widths(lambda rank: offer(*train_rank(rank)), _first_rank(f.fitted), made.spec, f.late)
 
 

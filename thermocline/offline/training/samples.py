@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline import _native
 from thermocline.errors import IOFailure, OutOfBudget, UsageError
 from thermocline.offline.checkpoint import ProfileCheckpoint
-from thermocline.offline.profiler import ProfileJob, Progress, count, open_session, sample_bytes
+from thermocline.offline.profiler import (
+    ProfileJob,
+    Progress,
+    computed_on,
+    count,
+    open_session,
+    sample_bytes,
+)
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import AGAIN, open_samples
 from thermocline.session.session import budget_for
@@ -120,6 +126,8 @@ class PassingText:
     threads: int
     ram: float | None
     progress: Progress
+    gpu: str = "off"
+    vram: float | None = None
 
     @property
     def n(self) -> int:
@@ -131,7 +139,7 @@ class PassingText:
 
     @property
     def about(self) -> Json:
-        return {"corpus": self.corpus.sha256, "context": self.context, "isa": _native.isa()}
+        return {"corpus": self.corpus.sha256, "context": self.context, "isa": computed_on(self.gpu)}
 
     def held_out(self, seed: int) -> Mask:
         """Choose every second passage of a random order, so that no neighbour of theirs is fitted to."""
@@ -186,7 +194,7 @@ class PassingText:
     def _job(self, group: Sequence[int]) -> ProfileJob:
         return ProfileJob(
             self.pack, self.corpus, self.pack.path, self.context, self.n, self.threads, workers=1,
-            ram=self.ram, sampled=tuple(group), active=self._at_most,
+            ram=self.ram, sampled=tuple(group), active=self._at_most, gpu=self.gpu, vram=self.vram,
         )  # fmt: skip
 
     def _checkpoint(self, directory: Path, group: tuple[int, ...]) -> ProfileCheckpoint:

@@ -36,6 +36,7 @@ from thermocline.offline.training.trial import Judge, Progress, Texts, TrialJob,
 from thermocline.pack.activity_profile import AGAIN, Profile, open_profile
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import gib_up, runtime_bytes, size_down, size_up
+from thermocline.session.gpu import trainer
 from thermocline.session.session import budget_for
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class TrainJob:
     limit: int  # windows of each text
     ram: float | None = None  # GiB that all of it may take; None: what is free
     across: Workers | None = None  # processes or machines to divide the layers between; None: this process
+    gpu: str = "off"
+    vram: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def train(r: TrainJob, source: LayerSource, progress: Progress) -> TrainResult:
 
 
 def _asked(r: TrainJob) -> TrialJob:
-    return TrialJob(r.pack, r.threads, r.texts, r.own, r.context, r.limit, r.seed, r.ram)
+    return TrialJob(r.pack, r.threads, r.texts, r.own, r.context, r.limit, r.seed, r.ram, r.gpu, r.vram)
 
 
 def _made_for(r: TrainJob, source: LayerSource) -> Json:
@@ -151,6 +154,7 @@ def _made_for(r: TrainJob, source: LayerSource) -> Json:
         "forced": r.forced,
         "seed": r.seed,
         "minutes": r.minutes,
+        **({} if r.gpu == "off" else {"gpu": r.gpu}),
     }
 
 
@@ -211,7 +215,8 @@ def _fit_layers(
             yield LayerTask(i, rows, held, left * min(1.0, at_once / (len(missing) - n)))
             asked = time.monotonic()
 
-    work = FittingWork(Path(os.path.abspath(r.pack.path)), r.pack.stamp, r.kinds, r.forced, r.seed)
+    path = Path(os.path.abspath(r.pack.path))
+    work = FittingWork(path, r.pack.stamp, r.kinds, r.forced, r.seed, trainer(r.gpu))
     if r.across is None:
         found: Generator[FittedLayer] = (fit_task(work, r.pack, r.threads, task) for task in asked())
     else:
@@ -244,6 +249,7 @@ class FittingWork:
     kinds: tuple[str, ...]
     forced: bool
     seed: int
+    device: str  # torch's name of what trains networks
 
     @contextmanager
     def open(self, threads: int) -> Iterator[Callable[[LayerTask], FittedLayer]]:
@@ -261,7 +267,8 @@ def fit_task(work: FittingWork, pack: StoredModel, threads: int, task: LayerTask
     kept, own = (a.take(np.flatnonzero(x)) for x in (held, held if held.all() else ~held))
     del a  # as large as both of its parts
     late, over = (partial(past, begin + part * task.seconds) for part in (0.5, FITTED))  # the rest: trials
-    fit_layer(work.kinds, LayerFit(made, gate_rows(pack, i), own, kept, work.seed + i, threads, late, over))
+    fit = LayerFit(made, gate_rows(pack, i), own, kept, work.seed + i, threads, late, over, work.device)
+    fit_layer(work.kinds, fit)
     return FittedLayer.of(i, made, kept, time.monotonic() - begin)
 
 

@@ -24,7 +24,6 @@ from thermocline.offline import evaluate
 from thermocline.ops.interface import I32, FFNStats, Weights
 from thermocline.pack.predictor import Predictors
 from thermocline.pack.stored_model import tensor_specs
-from thermocline.session import weights
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import Tokenizer, read_text
@@ -52,6 +51,13 @@ class TrialJob:
     limit: int  # windows of each text
     seed: int
     ram: float | None = None  # GiB that all of it may take; None: what is free
+    gpu: str = "off"
+    vram: float | None = None
+
+    @property
+    def contexts(self) -> set[int]:
+        """Return the sizes of windows."""
+        return {windows.shape[1] for _, windows in self.texts} | ({self.context} if self.own else set())
 
 
 def past(deadline: float) -> bool:
@@ -132,14 +138,28 @@ class Judge:
 
     @staticmethod
     def open_session(a: TrialJob, predictors: int, progress: Progress = lambda *_: None) -> Session:
-        """Open the model; read no weight. Predictors take memory twice while they are put in their place."""
-        contexts = {windows.shape[1] for _, windows in a.texts} | ({a.context} if a.own else set())
-        readers = sum(2 * evaluate.reader_bytes(a.pack.spec, context) for context in contexts)
+        """Open the model; read no weight. Predictors take memory twice while they are put in their place.
+
+        With a GPU all readers share the engine's cache. It computes their tokens in pieces as large as its
+        buffers of logits are.
+        """
+        spec, contexts, batch, positions = a.pack.spec, a.contexts, OWN_TOGETHER, None
+        gpu = a.gpu if spec.n_experts == 1 else "off"  # which would compute a mixture's neurons unasked
+        readers = sum(2 * evaluate.reader_bytes(spec, context) for context in contexts)
+        if gpu != "off":
+            readers, batch = 2 * len(contexts) * evaluate.scoring_bytes(spec), evaluate.GPU_PIECE
+            largest = max(contexts, default=a.context)
+            positions = evaluate.positions_for(max(2 * len(contexts), batch), max(largest, a.context))
+        options = EngineOptions(
+            threads=a.threads, context=a.context, max_batch=batch, kv_tokens=positions, ram=a.ram, gpu=gpu,
+            vram=a.vram,
+        )  # fmt: skip
         return Session.open(
             a.pack,
-            EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER, ram=a.ram),
+            options,
             progress=lambda what, done, size: progress(what, done, size, "B"),
             beside=readers + 2 * predictors,
+            tried=2 * predictors,
         )
 
     def quick(self) -> Judge | None:
@@ -150,7 +170,7 @@ class Judge:
         return replace(self, texts=few, deadline=_halfway(self.deadline)) if many >= 2 * small else None
 
     def __call__(self, predictors: Predictors) -> Verdict:
-        trial = weights.with_predictors(self.session.loaded.weights, predictors)
+        trial = self.session.with_predictors(predictors)
         found: list[list[evaluate.Comparison]] = [[] for _ in self.texts]
         sums = FFNStats(), FFNStats()
         readers = {c: self._readers(trial, c, sums) for c in {w.shape[1] for _, w in self.texts}}
@@ -162,6 +182,8 @@ class Judge:
             window = self.texts[i][1][at : at + 1]
             found[i] += evaluate.comparisons(*readers[window.shape[1]], window)
         self.progress(len(turns), len(turns), " windows")
+        for reader in (one for pair in readers.values() for one in pair):
+            reader.close()
         joined = [evaluate.Comparison.join(parts) for parts in found]
         of = tuple((name, evaluate.Divergence.of(j)) for (name, _), j in zip(self.texts, joined, strict=True))
         return self._verdict(evaluate.Divergence.of(evaluate.Comparison.join(joined)), of, *sums)
@@ -170,10 +192,13 @@ class Judge:
         self, trial: Weights, context: int, sums: tuple[FFNStats, FFNStats]
     ) -> tuple[evaluate.Reader, evaluate.Reader]:
         """Return the readers of the trial and of exact mode, which add to `sums`."""
-        loaded = self.session.loaded
-        spec, ops = for_context(self.session.pack.spec, context), loaded.ops
-        own = evaluate.Reader(bind(spec, trial, ops), ops, context=context, sparsity="predict")
-        base = evaluate.Reader(bind(spec, loaded.weights, ops), ops, context=context)
+        session, loaded = self.session, self.session.loaded
+        spec, ops = for_context(session.pack.spec, context), loaded.ops
+        model, there = bind(spec, trial, ops), session.gpus is not None
+        cache, step = (session.load().kv, evaluate.GPU_PIECE) if there else (None, None)
+        exact = model if there else bind(spec, loaded.weights, ops)  # a GPU's recordings are of one
+        own = evaluate.Reader(model, ops, context=context, sparsity="predict", cache=cache)
+        base = evaluate.Reader(exact, ops, context=context, step=step, cache=cache)
         own.stats, base.stats = sums
         return own, base
 

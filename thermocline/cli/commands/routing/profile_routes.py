@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
-from thermocline.cli.fan_out import is_divided, workers_of
+from thermocline.cli.fan_out import check_on_cpu, workers_of
 from thermocline.cli.table import table
 from thermocline.errors import UsageError
 
@@ -56,8 +56,7 @@ def profile(o: ProfileOptions, model: StoredModel) -> int:
                 f"{flag}: not of a mixture, whose experts are counted and which stays as it is; leave it out "
                 "(`thermocline trace` draws)"
             )
-    if o.gpu != "off" and is_divided(o):
-        raise UsageError(f"--gpu {o.gpu}: processes and machines compute on their CPUs; leave it out")
+    check_on_cpu(o)
     job = _job(o, model)
     with ProgressBar(quiet=o.quiet) as progress, workers_of(o) as workers:
         try:
@@ -84,7 +83,9 @@ def beside_neurons(job: ProfileJob, progress: ProgressBar) -> dict[str, Any] | N
     pack = Pack.open(job.output)
     if not _of_experts(pack):
         return None
-    options = EngineOptions(context=job.context, max_batch=1, threads=job.threads, ram=job.ram)
+    options = EngineOptions(
+        context=job.context, max_batch=1, threads=job.threads, ram=job.ram, gpu=job.gpu, vram=job.vram
+    )
     return _counted(RouteJob(pack, job.corpus, options, job.across), progress)
 
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from thermocline.cli.console import ProgressBar, emit, emit_json
 from thermocline.cli.packs import find_model
-from thermocline.cli.shared_options import json_output, quiet_output, thread_count, which_activation
+from thermocline.cli.shared_options import (
+    gpu_memory,
+    json_output,
+    quiet_output,
+    thread_count,
+    which_activation,
+    which_gpu,
+)
 from thermocline.cli.table import finite, table
 from thermocline.errors import UsageError
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, whole
@@ -31,6 +38,8 @@ class RoutesOptions:
         given=BY_POSITION | REQUIRED
     )  # fmt: skip
     activation: str | None = which_activation()
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     threads: int = thread_count()
     tokens: int = opt(128, whole(2, 1 << 20), "N", "Tokens", "Decode so many.", flags="-n")
     depth: int = opt(32, whole(1, 1 << 20), "N", "Tokens", "After a prompt of so many.", flags="-d")
@@ -50,6 +59,8 @@ def routes(o: RoutesOptions) -> int:
     if route_trace.is_route_trace(path):
         if o.text is not None:
             raise UsageError(f"--text {o.text}: {o.source} is a trace, which has tokens of its own")
+        if o.gpu != "off":
+            raise UsageError(f"--gpu {o.gpu}: {o.source} is a trace, and no model computes; leave it out")
         found = route_trace.read_route_trace(path)
     else:
         with ProgressBar(quiet=o.quiet) as progress:
@@ -75,13 +86,18 @@ class Decoding(Protocol):
     def text(self) -> str | None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def gpu(self) -> str: ...
+    @property
+    def vram(self) -> float | None: ...
 
 
 def decoded(model: StoredModel, o: Decoding, progress: ProgressBar) -> Choices:
     """Return the experts that a model's tokens choose while it decodes."""
     from thermocline.machine import hardware
     from thermocline.offline import bench as benchmark
-    from thermocline.offline.routing.recorder import RouteRecorder, check_routed
+    from thermocline.offline.routing.recorder import check_routed
+    from thermocline.offline.routing.route_profiler import recorder_of
     from thermocline.session.options import EngineOptions
 
     check_routed(model.spec)
@@ -89,9 +105,9 @@ def decoded(model: StoredModel, o: Decoding, progress: ProgressBar) -> Choices:
     test = benchmark.Test(threads, o.depth, 0, o.tokens)
     benchmark.check_context(model.spec, [test])
     feed = benchmark.feed_of(model, [test], o.text, o.seed)
-    opened = benchmark.Bench(model, [test], feed, EngineOptions(), progress.at)
-    with contextlib.closing(opened) as bench:
-        recorder = RouteRecorder(threads, model.spec, bench.engine.model.weights.layers)
+    options = EngineOptions(gpu=o.gpu, vram=o.vram)
+    with contextlib.closing(benchmark.Bench(model, [test], feed, options, progress.at)) as bench:
+        recorder, _ = recorder_of(bench.session)
         bench.watch(test, recorder)
         return recorder.choices(feed.name)
 

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from thermocline.cli.commands.bench import CACHE_POLICIES
 from thermocline.cli.commands.routing.routes import decoded
 from thermocline.cli.console import ProgressBar, emit, emit_json
-from thermocline.cli.fan_out import workers_of
+from thermocline.cli.fan_out import check_on_cpu, workers_of
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
+    gpu_memory,
     json_output,
     on_ray,
     process_count,
     quiet_output,
     thread_count,
     which_activation,
+    which_gpu,
 )
 from thermocline.cli.table import markdown_row
 from thermocline.errors import UsageError
@@ -45,6 +47,8 @@ class TraceOptions:
         flags="-m", shown="none, with --routes", given=BY_POSITION
     )  # fmt: skip
     activation: str | None = which_activation()
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     threads: int = thread_count()
     processes: int | None = process_count("layers that are played")
     ray: str | None = on_ray()
@@ -86,6 +90,9 @@ def trace(o: TraceOptions) -> int:
         raise UsageError("name a mixture, or --routes FILE: one of them")
     if o.routes is not None and o.text is not None:
         raise UsageError(f"--text {o.text}: {o.routes} has tokens of its own; leave one of them out")
+    if o.routes is not None and o.gpu != "off":
+        raise UsageError(f"--gpu {o.gpu}: {o.routes} is played, and no model computes; leave it out")
+    check_on_cpu(o)
     if o.plot is not None:
         profile_plot.check(Path(o.plot))
     with ProgressBar(quiet=o.quiet) as progress:
