@@ -530,6 +530,12 @@ class Mixture:
 
     @property
     def from_disk(self) -> bool: ...
+    @property
+    def reads(self) -> tuple[int, int] | None:
+        """Whole experts that few tokens asked for, and those of them that were not in memory, so far.
+
+        None where experts are not on disk, or only some of their neurons are.
+        """
 
 def cache_page_bytes(type: int, dim: int, block: int) -> int:
     """Bytes of a page of one head's keys, or values: `block` positions."""
@@ -626,10 +632,12 @@ class Context:
         sparsity: int,
         record: F32 | None = None,
         weights: F32 | None = None,
+        used: F32 | None = None,
     ) -> tuple[int, int, int, int, int]:
         """As `ffn_add`; rows of a dense pass are all experts'. `record`: [tokens, experts * neurons].
 
-        `weights`: what `routed` said; None: the router reads what experts do.
+        `weights`: what `routed` said; None: the router reads what experts do. `used` [tokens, experts] takes
+        the weights that were computed with: 0 where a token did not go to an expert.
         """
 
 # ---- parts of a step in another processor's queue

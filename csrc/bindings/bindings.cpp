@@ -598,13 +598,15 @@ static void routed(Context& c, F2 h, const Mixture& m, MutF2 out) {
 }
 
 static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<MutF2> record,
-                      std::optional<F2> weights) {
+                      std::optional<F2> weights, std::optional<MutF2> used) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, m.dim());
     check_groups(c, m);
     const size_t neurons = m.layer.experts.size() * m.layer.neurons();
     check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons),
           "record has the wrong shape");
+    check(!used || (used->shape(0) == x.shape(0) && used->shape(1) == m.layer.experts.size()),
+          "used has the wrong shape");
     const tc::MixtureArgs a = {m.layer,
                                x.data(),
                                h.data(),
@@ -612,7 +614,8 @@ static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
                                x.shape(1),
                                tc::Sparsity(sparsity),
                                record ? record->data() : nullptr,
-                               given(weights, m, x.shape(0))};
+                               given(weights, m, x.shape(0)),
+                               used ? used->data() : nullptr};
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
@@ -927,7 +930,11 @@ NB_MODULE(_native, m) {
         .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
         .def_prop_ro("experts", [](const Mixture& m) { return m.layer.experts.size(); })
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
-        .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.disk || m.layer.experts[0]->disk; });
+        .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.disk || m.layer.experts[0]->disk; })
+        .def_prop_ro("reads", [](const Mixture& m) -> std::optional<std::tuple<uint64_t, uint64_t>> {
+            if (!m.layer.disk) return std::nullopt;
+            return std::tuple{m.layer.disk->stats.needed, m.layer.disk->stats.missed};
+        });
     nb::class_<Step>(m, "Step").def(
         nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(),
         "block"_a, "window"_a, "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),
@@ -1020,7 +1027,8 @@ NB_MODULE(_native, m) {
              "weights"_a.noconvert() = nb::none())
         .def("routed", &routed, "h"_a.noconvert(), "layer"_a, "out"_a.noconvert())
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
-             "record"_a.noconvert() = nb::none(), "weights"_a.noconvert() = nb::none());
+             "record"_a.noconvert() = nb::none(), "weights"_a.noconvert() = nb::none(),
+             "used"_a.noconvert() = nb::none());
     bind_mixers(m, context);
     bind_host(m);
     bind_plan(m);

@@ -275,6 +275,7 @@ struct MixtureArgs {
     float* record;                   // [tokens, experts * neurons], or null
     const float* weights = nullptr;  // [tokens, experts]: how much of each a token gets, 0: it does not go
                                      // there; null: the router says
+    float* used = nullptr;           // [tokens, experts], or null: takes the weights that were computed with
 };
 struct FFNCounts {
     size_t active = 0;           // (token, neuron) pairs whose activation is not zero

@@ -22,6 +22,7 @@ FFNCounts Context::moe_add(const MixtureArgs& a) {
         part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kPassTokens, a.tokens - t);
         if (a.record) part.record = a.record + t * experts * m.neurons();
         if (a.weights) part.weights = a.weights + t * experts;
+        if (a.used) part.used = a.used + t * experts;
         // An expert sees some of the tokens: that they are few must not make a prompt be guessed.
         if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
         total += moe_block(part);
@@ -128,6 +129,7 @@ FFNCounts Context::moe_block(const MixtureArgs& a) {
     const float *h, *weights = affordable(a, shares(a, &h));
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
+    if (a.used) std::copy_n(weights, a.tokens * experts, a.used);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
     FFNCounts total;
     if (a.mixture.disk && a.mixture.experts[0]->bundles) {

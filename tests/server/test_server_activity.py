@@ -7,22 +7,29 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+from mixed import pack_of
 from serving import DEADLINE_S, served
 from toy import GREEDY, SPEC, WEIGHTS, Letters
 
 from thermocline.engine.engine import Engine, EngineSettings
-from thermocline.engine.live_activity import ActivityMeter, ActivityReport, LayerActivity
+from thermocline.engine.live_activity import ActivityMeter, ActivityReport, ExpertActivity, LayerActivity
 from thermocline.engine.sampler import SamplingParams
 from thermocline.llm import LLM
+from thermocline.offline.routing.recorder import RouteRecorder
 from thermocline.ops import reference
-from thermocline.ops.interface import DiskCounts, FFNStats
+from thermocline.ops.interface import DiskCounts, FFNStats, Linear, opaque
 from thermocline.server.api.activity import events, report
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.process.subscribers import Subscribers
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 PROMPT = "Once upon a time there was a xylophone"
 N = 24
@@ -91,6 +98,7 @@ def test_counts_that_a_gpu_lacks_are_null_and_the_disk_is_reported() -> None:
         watch.add(FFNStats(layers=[]), tokens=1, seconds=0.5, bytes=2e9, disk=disk)
     found = watch.take()
     assert found is not None and report(found) == {
+        "tokens": 2,
         "tokens_per_s": 2.0,
         "gb_per_s": 4.0,
         "layers": None,
@@ -111,6 +119,51 @@ def test_shares_are_of_the_neurons() -> None:
         LayerActivity(active=0.05, computed=0.1, asked=0.5),
         LayerActivity(active=0.1, computed=0.2, asked=1.0),
     )
+
+
+@pytest.mark.parametrize("kind", ["dense mixture", "relu mixture"])
+def test_a_mixture_tells_which_experts_of_a_layer_tokens_went_to(kind: str, tmp_path: Path) -> None:
+    """Those that the router names, of the steps that make tokens, and nothing of the prompt's."""
+    pack = pack_of(tmp_path / "pack", kind, {})
+    with Session.open(pack, EngineOptions(context=64, threads=1)) as session:
+        engine = session.load()
+        engine.watch = ActivityMeter()
+        recorder = RouteRecorder(1, pack.spec, session.loaded.weights.layers)
+        engine.ops = opaque(recorder)
+        request = engine.submit([1, 2, 3], replace(GREEDY, max_tokens=9))
+        engine.step()
+        recorder.begin()  # the prompt and the first token are over
+        while engine.step():
+            pass
+        found = engine.watch.take()
+    assert found is not None and found.layers is not None and found.tokens == 8 == len(request.ids) - 3 - 1
+    chosen = recorder.choices("").chosen
+    for layer, choices in zip(found.layers, chosen, strict=True):
+        assert layer.experts is not None and layer.experts.n == 3
+        numbers, counts = np.unique(choices, return_counts=True)
+        assert layer.experts.used == tuple(zip(numbers.tolist(), counts.tolist(), strict=True))
+        assert sum(tokens for _, tokens in layer.experts.used) == 8 * pack.spec.n_experts_active
+        assert (layer.experts.needed, layer.experts.missed) == (0, 0), "all are in memory"
+    told = report(found)["layers"][0]["experts"]
+    assert told["n"] == 3 and told["hit_rate"] is None and told["n_used"] == len(told["used"])
+
+
+def test_the_specification_counts_the_experts_that_tokens_go_to() -> None:
+    spec, rng = replace(SPEC, n_experts=4, n_experts_active=2), np.random.default_rng(1)
+    router = Linear(rng.standard_normal((4, spec.dim), dtype=np.float32), None)
+    layer = replace(WEIGHTS.layers[0], experts=WEIGHTS.layers[0].experts * 4, router=router)
+    h, stats = rng.standard_normal((5, spec.dim), dtype=np.float32), ActivityMeter().counting()
+    reference.ffn_add(h.copy(), h, reference.bind_ffn(spec, layer), "exact", stats)
+    assert stats.experts is not None and stats.experts[0] is not None
+    assert stats.experts[0].tokens.sum() == 5 * 2 and stats.experts[0].tokens.max() <= 5
+
+
+def test_a_report_names_the_most_used_experts_alone() -> None:
+    used = tuple((e, 1 + (e == 70)) for e in range(100))
+    layer = LayerActivity(1.0, 1.0, 1.0, ExpertActivity(100, used, needed=100, missed=25))
+    told = report(ActivityReport(1, 1.0, 1e9, (layer,), None, on_gpu=False))["layers"][0]["experts"]
+    assert told["n_used"] == 100 and len(told["used"]) == 32 and told["used"][0] == [70, 2]
+    assert told["hit_rate"] == 0.75
 
 
 def test_onlookers_come_and_go_and_a_slow_one_gets_the_newest() -> None:

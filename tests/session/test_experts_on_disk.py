@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import twins
 from answers import GREEDY, answers_of, prompts
 
 from thermocline.convert import importer, synthetic
+from thermocline.engine.live_activity import ActivityMeter
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, UsageError
 from thermocline.machine.tiers import read_tiers
 from thermocline.model import families
@@ -88,6 +90,25 @@ def gives_the_bits_of_memory(model: StoredModel) -> None:
 @pytest.mark.parametrize("name", [*PACKED, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def test_no_number_of_slots_changes_a_bit(name: str, tmp_path: Path) -> None:
     gives_the_bits_of_memory(packed(name, tmp_path))
+
+
+def test_a_watch_sees_each_layers_hits_and_misses(tmp_path: Path) -> None:
+    """Added up they are the disk's own counts of the steps that made tokens."""
+    model = packed("qwen3_moe", tmp_path)
+    options = EngineOptions(context=64, max_batch=4, threads=2)
+    with Session(model, options, with_slots(model, model.spec.n_experts_active + 1)) as session:
+        engine = session.load()
+        engine.watch = ActivityMeter()
+        engine.submit([1, 2, 3], replace(GREEDY, max_tokens=12))
+        while engine.step():
+            pass
+        found = engine.watch.take()
+    assert found is not None and found.layers is not None and found.disk is not None
+    experts = [layer.experts for layer in found.layers if layer.experts is not None]
+    assert len(found.layers) == model.spec.n_layers == len(experts) + 1, "one layer has no experts"
+    assert sum(e.needed for e in experts) == found.disk.needed > 0
+    assert sum(e.missed for e in experts) == found.disk.missed > 0
+    assert all(e.needed == sum(n for _, n in e.used) for e in experts), "one token a step"
 
 
 def packed(name: str, directory: Path) -> Pack:

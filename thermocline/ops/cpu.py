@@ -29,6 +29,7 @@ from thermocline.ops.interface import (
     I32,
     Batch,
     DeltaNet,
+    ExpertUse,
     FFNStats,
     Heads,
     KVLayer,
@@ -296,11 +297,16 @@ class CpuOps:
         shares: F32 | None = None,
     ) -> None:
         mode = SPARSITIES[sparsity]
+        use: ExpertUse | None = None
         try:
             if isinstance(bound, _native.FFN):
                 counts = self.native.ffn_add(x, h, bound, mode, record)
-            else:
+            elif stats.experts is None:
                 counts = self.native.moe_add(x, h, bound, mode, record, shares)
+            else:
+                before, used = bound.reads, np.empty((len(x), bound.experts), np.float32)
+                counts = self.native.moe_add(x, h, bound, mode, record, shares, used)
+                use = _expert_use(used, before, bound.reads)
         except _native.DiskError as e:
             raise disk_error(e) from None
         stats.neurons += len(x) * bound.neurons
@@ -308,6 +314,16 @@ class CpuOps:
         stats.count(counts)
         if stats.layers is not None:
             stats.layers += counts[0], counts[1], counts[3]
+        if stats.experts is not None:
+            stats.experts.append(use)
+
+
+def _expert_use(used: F32, before: tuple[int, int] | None, after: tuple[int, int] | None) -> ExpertUse:
+    """Return where a call's tokens went. `used`: its weights; `before`, `after`: its layer's reads."""
+    tokens = np.count_nonzero(used, axis=0).astype(np.int32)
+    if before is None or after is None:
+        return ExpertUse(tokens)
+    return ExpertUse(tokens, after[0] - before[0], after[1] - before[1])
 
 
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:

@@ -352,6 +352,15 @@ class Batch:
         return self.block_table if window is None or self.window_table is None else self.window_table
 
 
+@dataclass(frozen=True)
+class ExpertUse:
+    """A step's use of one layer's experts."""
+
+    tokens: I32  # [experts]: tokens that went to each
+    needed: int = 0  # experts on disk that tokens asked for
+    missed: int = 0  # of those, experts that were not in memory
+
+
 @dataclass
 class FFNStats:
     """The work that sparsity left, summed over layers and tokens."""
@@ -365,6 +374,7 @@ class FFNStats:
     predictor_bytes: int = 0  # read of predictors
     # Where somebody asks and the ops know: active, rows and predicted of each layer, one after the other.
     layers: list[int] | None = None
+    experts: list[ExpertUse | None] | None = None  # of each layer, where `layers` is asked for
 
     def __iadd__(self, other: FFNStats) -> FFNStats:
         """Add another step's sums, but not its layers."""
@@ -382,7 +392,7 @@ class FFNStats:
         self.predictor_bytes += asked
 
 
-SUMS = tuple(f.name for f in fields(FFNStats) if f.name != "layers")
+SUMS = tuple(f.name for f in fields(FFNStats) if f.name not in ("layers", "experts"))
 
 
 class DiskCounts(NamedTuple):

@@ -24,6 +24,7 @@ from thermocline.ops.interface import (
     U8,
     Batch,
     DeltaNet,
+    ExpertUse,
     FFNStats,
     Heads,
     KVLayer,
@@ -607,6 +608,9 @@ def ffn_add(
     if stats.layers is not None:
         after = stats.active, stats.rows, stats.predicted
         stats.layers += (b - a for a, b in zip(before, after, strict=True))
+    if stats.experts is not None:
+        went = None if shares is None else np.count_nonzero(shares, axis=0).astype(np.int32)
+        stats.experts.append(None if went is None else ExpertUse(went))
     _join(x, y, spec, layer.ffn_post_norm)
     if layer.per_layer is None:
         x *= np.float32(layer.scale)

@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from thermocline.engine.live_activity import ActivityReport
+from thermocline.engine.live_activity import ActivityReport, ExpertActivity, LayerActivity
 from thermocline.server.api.models.registry import Registry
 from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.subscribers import Reports, Subscribers
+
+_MOST_EXPERTS = 32  # of a layer in a report: a mixture of 60 layers and 256 experts would send 150 KB
 
 
 def routes(models: Registry, ping_s: float, most: int) -> list[Route]:
@@ -62,18 +64,32 @@ def report(a: ActivityReport) -> dict[str, Any]:
     """Return an event's JSON. null: not counted, as single layers and sources of bytes on a GPU."""
     speed = _rounded(a.bytes / a.seconds / 1e9)
     return {
+        "tokens": a.tokens,
         "tokens_per_s": _rounded(a.tokens / a.seconds),
         "gb_per_s": speed,
-        "layers": None if a.layers is None else [
-            {"active": _rounded(x.active), "computed": _rounded(x.computed), "asked": _rounded(x.asked)}
-            for x in a.layers
-        ],
+        "layers": None if a.layers is None else list(map(_layer, a.layers)),
         "tiers": {
             "gpu": {"gb_per_s": None} if a.on_gpu else None,
             "ram": {"gb_per_s": None if a.on_gpu else speed},
             "disk": _disk(a),
         },
     }  # fmt: skip
+
+
+def _layer(x: LayerActivity) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "active": _rounded(x.active), "computed": _rounded(x.computed), "asked": _rounded(x.asked)
+    }  # fmt: skip
+    if x.experts is not None:
+        made["experts"] = _experts(x.experts)
+    return made
+
+
+def _experts(e: ExpertActivity) -> dict[str, Any]:
+    """Return the most used experts as [number, tokens], and the share of needed ones found in memory."""
+    most = sorted(e.used, key=lambda pair: -pair[1])[:_MOST_EXPERTS]
+    rate = _rounded((e.needed - e.missed) / e.needed) if e.needed else None
+    return {"n": e.n, "used": [list(pair) for pair in most], "n_used": len(e.used), "hit_rate": rate}
 
 
 def _disk(a: ActivityReport) -> dict[str, Any] | None:
