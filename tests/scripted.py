@@ -17,6 +17,7 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure, ThermoclineError
 from thermocline.files.small_files import FilesOfDirectory
 from thermocline.llm import BUNDLED
+from thermocline.offline.quick_bench import QuickBench
 from thermocline.pack.pack import Pack
 from thermocline.server.api.app import application
 from thermocline.server.api.model import ServedModel
@@ -48,6 +49,7 @@ class ScriptedEngine(EngineProcess):
         self.asked: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.gone = threading.Event()  # a request was cancelled
+        self.bench: QuickBench | ThermoclineError | None = None  # what a benchmark finds
 
     alive = True
 
@@ -80,6 +82,11 @@ class ScriptedEngine(EngineProcess):
             work.put(event)
             if not isinstance(event, Token):
                 del self._awaited[event.job]
+
+    async def measure(self) -> QuickBench | None:
+        if isinstance(self.bench, ThermoclineError):
+            raise self.bench
+        return self.bench
 
     def cancel(self, job: int) -> None:
         if self._awaited.pop(job, None) is not None:

@@ -1,4 +1,4 @@
-"""Routes about the models: their names and states, `/tokenize` and `/detokenize`."""
+"""Routes about the models: their names and states, `/tokenize` and `/detokenize`, `/benchmark`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from thermocline import __version__
-from thermocline.server.api import schema
+from thermocline.server.api import benchmark, schema
 from thermocline.server.api.models.hold import RETRY_LOADING_S, ready
 from thermocline.server.api.models.registered import RegisteredModel
 from thermocline.server.api.responses import json_bytes, large, token_pieces
@@ -31,6 +31,7 @@ def routes(api: Api) -> list[Route]:
         Route("/props", made.props, methods=get),
         Route("/tokenize", made.tokenize, methods=post),
         Route("/detokenize", made.detokenize, methods=post),
+        *benchmark.routes(api),
     ]
 
 

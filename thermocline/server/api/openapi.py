@@ -102,6 +102,12 @@ OPERATIONS = (
     Operation("post", "/detokenize", "Token ids to text.", schema.DetokenizeRequest),
     Operation("get", "/props", "Context, slots, the sampling that requests get by default."),
     Operation("get", "/activity", "What the layers do while tokens are made.", answer=EVENTS),
+    Operation(
+        "post",
+        "/benchmark",
+        "Measure what bounds this machine, while no answer is computed: 4 s.",
+        schema.BenchmarkRequest,
+    ),
     Operation("get", "/metrics", "Prometheus text.", answer="text/plain"),
 )
 # The lists of agents' APIs that have a limit, and its name.
@@ -118,7 +124,8 @@ _LISTS_OF_AGENTS = {
 }  # fmt: skip
 STATUSES = {
     "400": "the request is wrong", "401": "no key, or a wrong one", "403": "not from there",
-    "404": "no such model or response", "405": "another method", "413": "the body is too long",
+    "404": "no such model or response", "405": "another method", "409": "answers are computed",
+    "413": "the body is too long",
     "415": "not application/json", "422": "the engine crashes at it", "408": "the body came too slowly",
     "429": "too many wait", "431": "too long headers", "499": "the client has left",
     "500": "the engine failed", "503": "not ready yet, or not now", "504": "it took too long",

@@ -318,6 +318,10 @@ class DetokenizeRequest(ApiObject):
     tokens: Annotated[list[Id], AtMost("limit_detokenize")]
 
 
+class BenchmarkRequest(ApiObject):
+    model: str | None = None
+
+
 # ---- the server's limits
 
 

@@ -64,6 +64,9 @@ class ServerLimits:
     limit_queue: int = _count(64, "Requests that wait; more are refused with 503 and Retry-After.", 0)
     limit_trials: int = _count(16, "Grammars that wait to be tried out; more are refused with 503.")
     limit_onlookers: int = _count(32, "Streams of `/activity` at once; more are refused with 503.")
+    limit_benchmark_s: float = _seconds(
+        30, "Time between two benchmarks (`/benchmark`); one that comes earlier is refused with 429.", 0
+    )
     limit_messages: int = _count(4096, "Messages of a conversation, with their parts and calls.")
     limit_kept_responses: int = _count(256, "Responses of `/v1/responses` kept in memory; 0: none.", 0)
     limit_kept_bytes: int = _bytes(64 * MIB, "Those responses and their conversations together.")

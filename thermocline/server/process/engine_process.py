@@ -20,6 +20,7 @@ from typing import Any
 from thermocline import errors
 from thermocline.engine.request import Asked
 from thermocline.errors import ThermoclineError
+from thermocline.offline.quick_bench import QuickBench
 from thermocline.server.process import worker
 from thermocline.server.process.messages import (
     Busy,
@@ -34,6 +35,8 @@ from thermocline.server.process.messages import (
     Load,
     LoadProgress,
     LogLine,
+    Measure,
+    Measured,
     MemoryNeeded,
     ModelOpened,
     Ready,
@@ -94,8 +97,7 @@ class Jobs:
             if isinstance(event, Failed):
                 if found:
                     break  # first return the events before the failure
-                kind = _OWN.get(event.error) or getattr(errors, event.error)
-                raise kind(event.message)
+                raise _raisable(event.error, event.message)
             found.append((self._index[event.job], event))
         del self._events[: len(found)]
         return found
@@ -117,6 +119,12 @@ class Jobs:
         left, self._left = self._left, set()
         for job in left:
             self._engine.cancel(job)
+
+
+def _raisable(name: str, message: str) -> ThermoclineError:
+    kind = _OWN.get(name) or getattr(errors, name)
+    made: ThermoclineError = kind(message)
+    return made
 
 
 def _done(future: asyncio.Future[None]) -> None:
@@ -167,6 +175,7 @@ class EngineProcess:
         self.subscribers = Subscribers(lambda on: self._send(Subscribe(on)))
         self.slots = 0  # jobs that are computed together
         self.loaded: Ready | None = None
+        self._measurement: asyncio.Future[Measured] | None = None
         self.restarts = self.cancelled = 0
         self.error: ThermoclineError | None = None  # why the engine will never be ready
         self.over = asyncio.Event()  # set when the process has ended for good
@@ -268,6 +277,8 @@ class EngineProcess:
                 if self._share is not None:  # it is started again, or was started before that was granted
                     self._send(Load(self._share))
                 self._look_again()
+            case Measured():
+                self._measured(message)
             case ModelOpened():
                 self.slots = message.max_batch
             case Ready():
@@ -295,6 +306,9 @@ class EngineProcess:
         lost = [*inside, *self._held] if is_end else list(inside)
         for job in lost:
             self._fail(job, EngineCrashed("the engine stopped while it computed this request; try again"))
+        self._measured(
+            Measured(None, EngineCrashed.__name__, "the engine stopped while it measured; try again")
+        )
         self.heartbeat = Heartbeat()
         if is_end:
             self.state = self.state if self.state == "stopping" else "failed"
@@ -379,6 +393,32 @@ class EngineProcess:
     def active(self) -> int:
         """The number of jobs that are not over, waiting ones included."""
         return len(self._awaited)
+
+    # ---- measuring
+
+    @property
+    def measuring(self) -> bool:
+        return self._measurement is not None
+
+    async def measure(self) -> QuickBench | None:
+        """Measure the machine, in about 4 s. None: a request came, which goes first.
+
+        Raise the error of a step. Only while nothing is active or measured.
+        """
+        assert self._measurement is None
+        self._measurement = asyncio.get_running_loop().create_future()
+        self._send(Measure())
+        try:
+            done = await self._measurement
+        finally:
+            self._measurement = None
+        if done.error:
+            raise _raisable(done.error, done.message)
+        return done.found
+
+    def _measured(self, message: Measured) -> None:
+        if self._measurement is not None and not self._measurement.done():
+            self._measurement.set_result(message)
 
     # ---- jobs
 

@@ -12,6 +12,7 @@ from thermocline.engine.request import Asked, Chunk, Figures
 from thermocline.engine.sampler import TokenLogprobs
 from thermocline.files.small_files import SmallFiles
 from thermocline.model.spec import ModelSpec
+from thermocline.offline.quick_bench import QuickBench
 from thermocline.ops.interface import F32
 
 # ---- to the engine
@@ -41,6 +42,11 @@ class Load:
     """Load the model within so much memory. The answer to `MemoryNeeded`."""
 
     ram: float  # GiB
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measure the machine, unless there is something to compute."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,15 @@ class Busy:
     """Sent during a long step that makes progress."""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The end of `Measure`. `found` is None if it was broken off, because a request came, or it failed."""
+
+    found: QuickBench | None
+    error: str = ""  # names a class of thermocline.errors, if it failed
+    message: str = ""
+
+
 Event = Token | Finished | Failed
 FromEngine = (
     LoadProgress
@@ -164,6 +179,7 @@ FromEngine = (
     | Cancelled
     | Heartbeat
     | Busy
+    | Measured
     | list[Event]
 )
-ToEngine = Submit | Cancel | Subscribe | Load | Stop
+ToEngine = Submit | Cancel | Subscribe | Load | Measure | Stop

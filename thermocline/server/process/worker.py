@@ -23,6 +23,7 @@ from thermocline.engine.request import Asked, PoolingParams, Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
 from thermocline.llm import LLM, opened_model
+from thermocline.offline import quick_bench
 from thermocline.server.process.messages import (
     Busy,
     Cancel,
@@ -36,6 +37,8 @@ from thermocline.server.process.messages import (
     Load,
     LoadProgress,
     LogLine,
+    Measure,
+    Measured,
     MemoryNeeded,
     ModelOpened,
     Ready,
@@ -157,12 +160,19 @@ def _where(e: BaseException) -> str:
     return type(e).__name__ + place
 
 
-def _listen(connection: Connection, commands: SimpleQueue[ToEngine]) -> None:
-    """Receive commands on a thread of its own: polling the pipe took 30 us of each step."""
+def _listen(connection: Connection, commands: SimpleQueue[ToEngine], wanted: threading.Event) -> None:
+    """Receive commands on a thread of its own: polling the pipe took 30 us of each step.
+
+    `wanted` is set with each command that a measurement should not keep waiting.
+    """
     with contextlib.suppress(EOFError, OSError):
         while True:
-            commands.put(connection.recv())
+            command = connection.recv()
+            commands.put(command)
+            if isinstance(command, Submit | Stop):
+                wanted.set()
     commands.put(Stop())  # the other process has ended
+    wanted.set()
 
 
 class EngineWorker:
@@ -172,13 +182,14 @@ class EngineWorker:
         self._engine: Engine = llm.engine
         self._jobs: dict[int, Request] = {}
         self._commands: SimpleQueue[ToEngine] = SimpleQueue()
+        self._wanted = threading.Event()
         self._gathered: list[Event] = []
         self._heartbeat_sent_at = self._reported_at = self._tokens_sent_at = 0.0
         self._steps, self._longest = 0, 0.0
 
     def run(self) -> None:
         self._send(Ready(self._llm.load_s, self._llm.memory_bytes))
-        heard = self._connection, self._commands
+        heard = self._connection, self._commands, self._wanted
         threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
         threading.Thread(target=_listen, args=heard, name="commands", daemon=True).start()
         watch = threading.Thread(target=self._watch_steps, name="busy", daemon=True)
@@ -236,8 +247,28 @@ class EngineWorker:
                     self._engine.watch = (
                         ActivityMeter(on_gpu=self._llm.session.plan is not None) if on else None
                     )
+                case Measure():
+                    self._measure()
                 case Stop():
                     return False
+
+    def _measure(self) -> None:
+        """Measure the machine, until a request comes. The engine has nothing to do meanwhile."""
+        self._wanted.clear()
+
+        def wanted() -> bool:
+            self._send(Busy())  # no heartbeat is sent meanwhile
+            return self._wanted.is_set()
+
+        try:
+            if self._jobs or not self._commands.empty():
+                raise quick_bench.BrokenOff
+            found = quick_bench.measure(self._llm.session, self._engine, wanted)
+            self._send(Measured(found))
+        except quick_bench.BrokenOff:
+            self._send(Measured(None))
+        except ThermoclineError as e:
+            self._send(Measured(None, type(e).__name__, str(e)))
 
     def _submit(self, job: int, ids: list[int], params: Asked) -> None:
         try:
