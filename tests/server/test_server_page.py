@@ -14,7 +14,9 @@ from browsing import Tab, chromium, tab
 from payloads import PAYLOADS
 from scripted import Scripted, scripted
 from serving import Served, served
+from test_server_benchmark import bench
 
+from thermocline.server.api.benchmark import report
 from thermocline.server.page import assets
 
 pytestmark = pytest.mark.oracle
@@ -80,7 +82,7 @@ def script(chat: Scripted) -> Iterator[Scripted]:
     """The scripted server as new."""
     yield chat
     chat.in_bytes = chat.engine.endless = chat.engine.failing = False
-    chat.engine.answer, chat.engine.state = (), "ready"
+    chat.engine.answer, chat.engine.state, chat.engine.bench = (), "ready", None
     chat.engine.gone.clear()
 
 
@@ -378,7 +380,7 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(browser: Any) -> None:
         found.page.goto(found.url)
         for key in ("wrong", "open sesame"):
             found.page.fill("#key", key)
-            with found.page.expect_response("**/props"):
+            with found.page.expect_response("**/v1/models"):
                 found.page.press("#key", "Enter")
         found.page.wait_for_selector("#send:enabled")
         assert found.ask("hello") == "come in"
@@ -511,7 +513,10 @@ def test_all_text_is_readable(shown: Tab, script: Scripted) -> None:
 def test_it_fits_and_follows_the_theme(browser: Any, script: Scripted, width: int) -> None:
     script.engine.answer = [ANSWER + "x" * 300 + " " + "`" + "y" * 300 + "`"]
     with tab(browser, script.url, viewport={"width": width, "height": 640}) as found:
-        found.begin().ask("w" * 200)
+        found.begin().page.set_input_files("#attached", [attached("n" * 120, b"text")])
+        found.page.wait_for_selector("#files li")
+        assert found.page.evaluate("document.documentElement.scrollWidth") == width
+        found.ask("w" * 200)
         assert found.page.evaluate("document.documentElement.scrollWidth") == width
         assert found.page.evaluate("document.querySelector('#scroll').scrollWidth") <= width
         for scheme in ("light", "dark"):
@@ -538,13 +543,15 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(shown: Tab, script
     assert shown.page.evaluate(f"{names}.map((e) => e.outerHTML)") == []
     reached = set()
     shown.page.evaluate("document.activeElement.blur()")
-    for _ in range(24):
+    for _ in range(32):
         shown.page.keyboard.press("Tab")
         reached.add(shown.page.evaluate("document.activeElement.id || document.activeElement.textContent"))
     assert reached >= {
         "new",
+        "open-machine",
         "theme",
         "open-settings",
+        "attach",
         "input",
         "send",
         "Edit",
@@ -552,6 +559,313 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(shown: Tab, script
         "Again",
         "export-all",
     }
+
+
+# ---- tools, thoughts, files
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    "{% endfor %}{{ tools | tojson if tools }}{# <tool_call> #}{# <think> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking_chat() -> Iterator[Scripted]:
+    with scripted(template=TEMPLATE) as found:
+        yield found
+
+
+@pytest.fixture
+def thinking(thinking_chat: Scripted) -> Iterator[Scripted]:
+    """A scripted server whose model thinks and calls functions."""
+    yield thinking_chat
+    thinking_chat.engine.endless, thinking_chat.engine.answer = False, ()
+
+
+def prompt_of(script: Scripted) -> str:
+    assert script.server.model is not None
+    return str(script.server.model.tokenizer.decode(script.engine.prompts[-1]))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def with_tools(found: Tab) -> None:
+    found.page.click("#open-settings")
+    found.page.click("#tools-example")
+    found.page.click("#settings-save")
+
+
+def test_thoughts_are_folded_and_what_they_say_stays_text(browser: Any, thinking: Scripted) -> None:
+    thinking.engine.answer = ["<think>", PAYLOADS[0][0], "</think>", "so it is"]
+    with tab(browser, thinking.url) as found:
+        assert found.begin().ask("is it?") == "so it is"
+        summary = found.page.locator("#log li:last-child .thought > summary")
+        assert re.fullmatch(r"Thought for .* s|Thoughts", summary.text_content())
+        inner = found.page.locator("#log li:last-child .thought > div")
+        assert not inner.is_visible()
+        summary.click()
+        assert inner.is_visible() and inner.text_content() == PAYLOADS[0][1]
+        thinking.engine.answer, thinking.engine.endless = ["<think>"], True
+        found.say("think for ever")
+        found.until(lambda: summary.text_content() == "Thinking…")
+        found.page.keyboard.press("Escape")
+        found.answered()
+
+
+def test_calls_are_shown_and_take_results_that_a_person_gives(browser: Any, thinking: Scripted) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    thinking.engine.answer = [
+        "I look.",
+        call("get_weather", place="Zürich"),
+        call("get_weather", place=hostile),
+    ]
+    with tab(browser, thinking.url) as found:
+        with_tools(found.begin())
+        found.ask("what is the weather?")
+        assert '"get_weather"' in prompt_of(thinking) and '"enum"' in prompt_of(thinking)
+        heads = found.page.locator("#log .call .head code")
+        assert heads.all_text_contents() == ["get_weather"] * 2
+        given = found.page.locator("#log .call > pre").all_text_contents()
+        assert [json.loads(x) for x in given] == [{"place": "Zürich"}, {"place": hostile}]
+        assert found.page.locator("#log img").count() == 0
+        found.begin()  # it is kept
+        areas = found.page.locator("#log .call textarea")
+        areas.nth(0).fill('{"degrees": 18}')
+        areas.nth(1).fill(hostile)
+        thinking.engine.answer = ["18 degrees"]
+        found.page.click("#log .results")
+        found.until(lambda: found.last() == "18 degrees")
+        prompt = prompt_of(thinking)
+        assert f'<tool>{{"degrees": 18}}<tool>{hostile}' in prompt, "in the order of the calls"
+        assert prompt.index("<assistant>I look.") < prompt.index("Zürich") < prompt.index("<tool>")
+        results = found.page.locator("#log .call .result > pre")
+        assert json.loads(results.nth(0).text_content()) == {"degrees": 18}
+        assert results.nth(1).text_content() == hostile and found.page.locator("#log img").count() == 0
+        found.begin()
+        assert found.page.locator("#log .call .result").count() == 2
+        assert found.page.locator("#log .call textarea").count() == 0
+        found.page.click(".regenerate")  # from the results on
+        found.answered()
+        assert prompt_of(thinking) == prompt
+
+
+def test_functions_that_are_no_json_are_not_taken(browser: Any, thinking: Scripted) -> None:
+    with tab(browser, thinking.url) as found:
+        found.begin().page.click("#open-settings")
+        for text, why in (
+            ("{", "Not JSON"),
+            ('[{"description": "?"}]', "Function 1 has no name."),
+            ('{"name": "f", "parameters": [1]}', "f: its parameters are no JSON schema."),
+        ):
+            found.page.fill("[name=tools]", text)
+            found.page.click("#settings-save")
+            assert found.page.is_visible("#settings")
+            assert why in found.page.text_content("#settings-wrong")
+        found.page.click("#settings-cancel")
+        thinking.engine.answer = ["yes"]
+        found.ask("are there functions?")
+        assert "parameters" not in prompt_of(thinking)
+
+
+def attached(name: str, data: bytes) -> dict[str, Any]:
+    return {"name": name, "mimeType": "application/octet-stream", "buffer": data}
+
+
+def test_text_files_are_sent_with_a_message_and_stay_with_it(shown: Tab, script: Scripted) -> None:
+    script.engine.answer = ["read"]
+    files = [attached("a`b<i>.md", "x = 1 é\n```\n".encode()), attached("wide.txt", "wide".encode("utf-16"))]
+    shown.page.set_input_files("#attached", files)
+    shown.page.wait_for_selector("#files li:nth-child(2)")
+    shown.page.set_input_files("#attached", [attached("dropped.txt", b"no")])
+    shown.page.click("[aria-label='Remove dropped.txt']")
+    shown.ask("what is it?")
+    prompt = prompt_of(script)
+    assert "````\nx = 1 é\n```\n````" in prompt, "a fence that the file does not close"
+    assert "wide" in prompt and prompt.rstrip().endswith("what is it?") and "dropped" not in prompt
+    assert shown.page.is_hidden("#files")
+    for _ in range(2):
+        assert shown.page.locator("#log .files button").all_text_contents() == ["a`b<i>.md", "wide.txt"]
+        shown.begin()
+    shown.page.click("#log .files button >> nth=0")
+    assert shown.page.text_content("#file-text") == "x = 1 é\n```\n"
+    shown.page.click("#file >> text=Close")
+    shown.page.click("#log li:first-child .edit")
+    shown.page.fill(".editor textarea", "and now?")
+    shown.page.keyboard.press("Enter")
+    shown.answered()
+    assert "x = 1 é" in prompt_of(script) and prompt_of(script).rstrip().endswith("and now?")
+
+
+def test_files_that_are_no_text_or_too_large_are_refused_politely(shown: Tab) -> None:
+    files = [
+        attached("a.pdf", b"%PDF-1.7 \xff\xfe\x00"), attached("b.bin", b"text\x00text"),
+        attached("c.txt", b"x" * (512 * 1024 + 1)), attached("good.txt", b"fine"),
+    ]  # fmt: skip
+    shown.page.set_input_files("#attached", files)
+    shown.page.wait_for_selector("#notice:visible")
+    said = shown.page.text_content("#notice-text")
+    assert "a.pdf is not a text file." in said and "b.bin is not a text file." in said
+    assert "c.txt has 512 KiB; at most 512 KiB fit." in said and "good.txt" not in said
+    assert shown.page.locator("#files li").count() == 1 and shown.page.is_hidden("#retry")
+    shown.page.click("#notice-close")
+    shown.page.set_input_files("#attached", [attached(f"{i}.txt", b"x" * (500 * 1024)) for i in range(3)])
+    shown.page.wait_for_selector("#notice:visible")
+    assert "2.txt is too much; a message takes 1.0 MiB." in shown.page.text_content("#notice-text")
+    assert shown.page.locator("#files li").count() == 3
+
+
+def test_a_file_can_be_dropped(shown: Tab) -> None:
+    shown.page.evaluate("""() => {
+        const data = new DataTransfer();
+        data.items.add(new File(["dropped text"], "dropped.txt"));
+        for (const kind of ["dragenter", "dragover", "drop"]) {
+            const how = { bubbles: true, cancelable: true, dataTransfer: data };
+            document.querySelector("main").dispatchEvent(new DragEvent(kind, how));
+        }
+    }""")
+    shown.page.wait_for_selector("#files li")
+    assert "dropped.txt" in shown.page.text_content("#files li") and shown.page.is_hidden("#drop")
+
+
+def test_exported_conversations_can_be_imported_and_other_files_cannot(shown: Tab, script: Scripted) -> None:
+    script.engine.answer = ["an answer"]
+    shown.ask("a question")
+    with shown.page.expect_download() as download:
+        shown.page.click("#export-all")
+    exported = Path(download.value.path()).read_bytes()
+    for data, said in (
+        (b"{", "not imported, it is not JSON"),
+        (b'{"conversations": []}', "not imported, it was not exported by this page"),
+        (exported.replace(b'"user"', b'"root"'), "not imported, there is no conversation in it"),
+        (exported.replace(b"a question", b"another question"), "Imported 1 conversation."),
+    ):
+        shown.page.set_input_files("#imported", [attached("x.json", data)])
+        shown.until(lambda said=said: said in shown.page.text_content("#shelf-said"))  # type: ignore[misc]
+    titles = shown.page.locator("#conversations .open")
+    assert sorted(titles.all_text_contents()) == ["a question", "another question"]
+    shown.page.click("text=another question")
+    assert shown.texts() == ["another question", "an answer"]
+
+
+# ---- models and the machine
+
+MODELS: dict[str, Any] = {"object": "list", "data": [
+    {"id": "small", "object": "model", "state": "loaded"},
+    {"id": "large<b>", "object": "model", "state": "unloaded"},
+]}  # fmt: skip
+
+
+def test_one_of_several_models_can_be_chosen(shown: Tab, script: Scripted) -> None:
+    """A server with a directory of models says which are loaded. With one, its name is all that is shown."""
+    assert shown.page.text_content("#model") == "scripted" and shown.page.is_hidden("#models")
+    asked: list[Any] = []
+
+    def answered(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        body = {**route.request.post_data_json}
+        del body["model"]
+        route.continue_(post_data=json.dumps(body))
+
+    shown.page.route("**/v1/models", lambda route: route.fulfill(json=MODELS))
+    shown.page.route("**/v1/chat/completions", answered)
+    shown.begin()
+    assert shown.page.is_hidden("#model")
+    options = shown.page.locator("#models option").all_text_contents()
+    assert options == ["small", "large<b> (not loaded)"]
+    script.engine.answer = ["yes"]
+    shown.ask("is it small?")
+    shown.page.select_option("#models", "large<b>")
+    shown.page.wait_for_selector("#send:enabled")
+    shown.ask("is it large?")
+    assert [body["model"] for body in asked] == ["small", "large<b>"]
+    notes = shown.page.locator("#log .assistant .foot > span").all_text_contents()
+    assert notes[0].startswith("small · ") and notes[1].startswith("large<b> · ")
+    shown.begin()
+    assert shown.page.input_value("#models") == "large<b>", "the choice is remembered"
+
+
+def test_a_model_that_loads_for_an_answer_shows_how_far_it_is(shown: Tab, script: Scripted) -> None:
+    state: dict[str, Any] = {"id": "large", "object": "model", "state": "unloaded"}
+    models = {"object": "list", "data": [MODELS["data"][0], state]}
+    held: list[Any] = []
+    shown.page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    shown.page.route("**/v1/chat/completions", lambda route: held.append(route))
+    shown.begin()
+    shown.page.select_option("#models", "large")
+    shown.page.wait_for_selector("#send:enabled")
+    shown.say("hello")
+    shown.until(lambda: bool(held))
+    state |= {"state": "loading", "progress": {"what": "loading", "done": 1, "size": 2}}
+    shown.page.wait_for_selector("#loading-text:text('Loading large: 50 %')")
+    state |= {"state": "loaded"}
+    event = {"choices": [{"index": 0, "delta": {"content": "here"}, "finish_reason": "stop"}]}
+    held[0].fulfill(body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+    assert shown.answered() == "here"
+    assert shown.page.is_hidden("#loading")
+
+
+def test_the_benchmark_says_what_bounds_the_machine(shown: Tab, script: Scripted) -> None:
+    shown.awaited |= {"409", "429"}
+    script.engine.bench = None
+    shown.page.click("#open-machine")
+    shown.page.click("#measure")
+    shown.until(lambda: "went first" in shown.page.text_content("#measured"))
+    assert shown.page.is_hidden("#found") and shown.page.is_enabled("#measure")
+    shown.page.click("#measure")
+    shown.until(lambda: "try again in" in shown.page.text_content("#measured"))
+    shown.page.route("**/benchmark", lambda route: route.fulfill(json=report(bench())))
+    shown.page.click("#measure")
+    shown.page.wait_for_selector("#found:visible")
+    assert shown.page.text_content("#bound") == "Memory sets the pace."
+    figures = shown.page.inner_text("#figures")
+    assert "12 GB/s, of which a token uses 10" in figures and "12 tokens a second" in figures
+    width = shown.page.evaluate("document.querySelector('.bar-fill').style.width")
+    assert width == "83%"
+    for scheme in ("light", "dark"):
+        shown.page.emulate_media(color_scheme=scheme)
+        assert shown.page.evaluate(CONTRASTS) == []
+    shown.page.keyboard.press("Escape")
+    assert shown.page.is_hidden("#machine")
+
+
+def mixture_report(hit_rate: float | None) -> dict[str, Any]:
+    """Of 48 layers with 128 experts: each uses expert 0 for each token, and others now and then."""
+    used = [[0, 8], *([e, 1] for e in range(3, 40))]
+    experts = {"n": 128, "n_used": len(used), "used": used, "hit_rate": hit_rate}
+    layers = [{"active": 0.04, "computed": 0.04, "asked": 0.05, "experts": experts} for _ in range(48)]
+    disk = None if hit_rate is None else {"gb_per_s": 1.0, "hit_rate": hit_rate}
+    tiers = {"gpu": None, "ram": {"gb_per_s": 31.0}, "disk": disk}
+    return {"tokens": 8, "tokens_per_s": 24.0, "gb_per_s": 31.0, "layers": layers, "tiers": tiers}
+
+
+@pytest.mark.parametrize("hit_rate", [None, 0.75])
+def test_a_mixture_s_strip_shows_experts_and_what_was_found_in_memory(
+    shown: Tab, hit_rate: float | None
+) -> None:
+    take = "async (report) => (await import('/page/strip.js')).take(report)"
+    for _ in range(3):
+        shown.page.evaluate(take, mixture_report(hit_rate))
+    text = shown.page.inner_text("#strip-text")
+    assert "38 of 128 experts in use" in text and ("75 % found in memory" in text) == (hit_rate is not None)
+    label = shown.page.get_attribute("#strip-picture", "aria-label")
+    assert label.count("38 of 128") == 48 and ("Found in memory: 75 %" in label) == (hit_rate is not None)
+    box = shown.page.locator("#strip-picture").bounding_box()
+    for y, said in (
+        (0.2, "layer 0, expert 0: 100 % of tokens"),
+        (box["height"] - 3, "layer 0: 75 % found in memory"),
+    ):
+        if y < 1 or hit_rate is not None:
+            shown.page.mouse.move(box["x"] + 2, box["y"] + y)
+            shown.until(lambda said=said: shown.page.text_content("#strip-about") == said)  # type: ignore[misc]
+    row = """(y) => {
+        const c = document.getElementById("strip-picture");
+        return [...c.getContext("2d").getImageData(2, y, 1, 1).data];
+    }"""
+    always, never = shown.page.evaluate(row, 0), shown.page.evaluate(row, 100)
+    assert always != never and shown.page.evaluate(row, 20) not in (always, never)
 
 
 # ---- with the engine itself

@@ -52,8 +52,23 @@ export async function health() {
   return (await ask("/health", { refused: false })).json();
 }
 
-export async function props() {
-  return (await ask("/props")).json();
+/** Returns the models that can be had, [{id, state, progress}], of which one or more may be loaded. */
+export async function models() {
+  const { data } = await (await ask("/v1/models")).json();
+  return data.map((m) => ({
+    id: String(m.id),
+    state: typeof m.state === "string" ? m.state : "loaded",
+    progress: m.progress ?? null,
+  }));
+}
+
+export async function props(model) {
+  return (await ask(model ? `/props?model=${encodeURIComponent(model)}` : "/props")).json();
+}
+
+/** Measures what bounds the machine. Takes some seconds; refused while an answer is computed. */
+export async function benchmark(model, signal) {
+  return (await ask("/benchmark", { body: model ? { model } : {}, signal })).json();
 }
 
 /** Parses server-sent events from text that may be split anywhere; returns the data of whole events. */
@@ -115,7 +130,7 @@ export async function* activity(signal) {
   for await (const data of eventsOf(await ask("/activity", { signal }))) yield JSON.parse(data);
 }
 
-/** Yields an answer as it grows: {text, thought, finish, timings}, each as far as it has come. */
+/** Yields an answer as it grows: {text, thought, calls, finish, timings}, each as far as it has come. */
 export async function* generate(path, body, signal) {
   const response = await ask(path, { body: { ...body, stream: true }, signal });
   for await (const data of eventsOf(response)) {
@@ -127,6 +142,7 @@ export async function* generate(path, body, signal) {
     yield {
       text: choice.text ?? choice.delta?.content ?? "",
       thought: choice.delta?.reasoning_content ?? "",
+      calls: choice.delta?.tool_calls ?? [],
       finish: choice.finish_reason ?? null,
       timings: event.timings ?? null,
     };

@@ -1,20 +1,27 @@
 // The page: it shows one conversation and computes one answer at a time.
 
 import { ApiError, generate, health, props, useKey } from "./api.js";
-import { $ } from "./dom.js";
+import * as attachments from "./attachments.js";
+import { grow } from "./calls.js";
+import { $, bindIcons } from "./dom.js";
 import * as history from "./history.js";
+import { showIdeas } from "./ideas.js";
+import { bindMachine } from "./machine.js";
 import { messageView } from "./messages.js";
-import { bindSettings, bindTheme, sampling, showDefaults } from "./settings.js";
+import * as models from "./models.js";
+import { request, resultsOf } from "./request.js";
+import { bindSettings, bindTheme, showDefaults } from "./settings.js";
 import { bindShelf } from "./shelf.js";
 import * as strip from "./strip.js";
 
 const SAVE_EVERY_MS = 1000;
 const POLL_MS = 500;
 
-let model = null; // from /props, once the model is loaded
+let model = null; // from /props, once the model is known
 let conversation = history.load(history.remembered("open", "")) ?? history.create();
 let view = null; // the view of the growing answer
 let running = null; // its AbortController
+let atEnd = true; // whether the end of the conversation is seen
 
 // ---- loading
 
@@ -34,26 +41,43 @@ async function begin() {
     await new Promise((done) => setTimeout(done, POLL_MS));
   }
   try {
-    model = await props();
+    await models.refresh();
+    model = await about(models.current());
   } catch (error) {
     $("loading").hidden = true;
     failed(error, begin);
     return false;
   }
   $("loading").hidden = true;
-  $("model").textContent = model.model_alias;
-  showDefaults(model.default_generation_settings.params, model.chat);
+  showDefaults(model.default_generation_settings?.params ?? {}, model.chat);
   $("input").placeholder = model.chat ? "Message" : "Text to continue";
   $("input-label").textContent = $("input").placeholder;
-  $("send").textContent = model.chat ? "Send" : "Continue";
+  $("send").lastChild.textContent = model.chat ? "Send" : "Continue";
+  $("attach").hidden = !model.chat;
+  showIdeas(model.chat, (text) => {
+    $("input").value = text;
+    fitInput();
+    $("input").focus();
+  });
   show();
   return true;
+}
+
+/** Returns what the server says of a model. One that is not loaded yet is taken for one that chats. */
+async function about(chosen) {
+  if (!models.several()) return props();
+  try {
+    return await props(chosen.id);
+  } catch (error) {
+    if (error.status === 401 || chosen.state === "loaded") throw error;
+    return { chat: true };
+  }
 }
 
 function loading(state) {
   $("loading").hidden = false;
   const { what, done, size } = state.progress ?? {};
-  const doing = what && `${what[0].toUpperCase()}${what.slice(1)} the model`;
+  const doing = what && `${what[0].toUpperCase()}${what.slice(1)} ${state.id ?? "the model"}`;
   const words = doing || (state.error?.message ?? "Loading");
   $("loading-text").textContent = size ? `${words}: ${Math.floor((100 * done) / size)} %` : words;
   if (size) $("loading-bar").value = done / size;
@@ -64,25 +88,37 @@ function loading(state) {
 
 function show() {
   const plain = model !== null && !model.chat;
-  const views = conversation.messages.map((message, i) => messageView(message, {
+  const { messages } = conversation;
+  const last = messages.findLastIndex((m) => m.role !== "tool");
+  const views = messages.map((message, i) => message.role === "tool" ? null : messageView(message, {
     plain,
+    growing: running !== null && i === last,
+    results: resultsOf(messages, i),
     actions: running ? {} : {
       ...(plain || message.role === "user" ? { edit: (text) => edit(i, text) } : {}),
-      ...(i === conversation.messages.length - 1 && i > 0 ? { regenerate } : {}),
+      ...(i === last && i > 0 ? { regenerate } : {}),
+      ...(i === messages.length - 1 && message.calls ? { results: (all) => giveResults(message, all) } : {}),
     },
-  }));
+  })).filter(Boolean);
   view = views.at(-1) ?? null;
   $("log").replaceChildren(...views.map((v) => v.node));
   $("empty").hidden = model === null || views.length > 0;
-  $("empty").textContent = plain
-    ? "This model continues text: give it a beginning, such as “Once upon a time”."
-    : "Ask something.";
   $("send").hidden = running !== null;
   $("stop").hidden = running === null;
   $("send").disabled = model === null;
   $("log").setAttribute("aria-busy", String(running !== null));
+  showContext();
   showTitle();
   toEnd(true);
+}
+
+/** Says how much of the context the conversation takes. */
+function showContext() {
+  const size = model?.default_generation_settings?.n_ctx;
+  const t = conversation.messages.findLast((m) => m.timings)?.timings;
+  const used = t ? (t.cache_n ?? 0) + (t.prompt_n ?? 0) + (t.predicted_n ?? 0) : 0;
+  const number = (n) => n.toLocaleString("en");
+  $("context").textContent = size && used ? `${number(used)} of ${number(size)} tokens` : "";
 }
 
 function showTitle() {
@@ -94,9 +130,13 @@ function showTitle() {
 
 /** Scrolls along with an answer, unless the reader has scrolled away from its end. */
 function toEnd(always) {
-  const area = $("scroll");
-  const below = area.scrollHeight - area.scrollTop - area.clientHeight;
-  if (always || below < 120) area.scrollTop = area.scrollHeight;
+  if (always || atEnd) $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+
+/** Returns how many pixels are below what is seen. */
+function fromEnd() {
+  const { scrollHeight, scrollTop, clientHeight } = $("scroll");
+  return scrollHeight - scrollTop - clientHeight;
 }
 
 function notice(text, retry) {
@@ -135,32 +175,23 @@ function keep() {
 
 // ---- answers
 
-function request() {
-  const messages = conversation.messages.slice(0, -1);
-  if (!model.chat) {
-    const prompt = messages.map((m) => m.content).join("");
-    return ["/v1/completions", { prompt, ...sampling() }];
-  }
-  const system = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
-  const said = messages.map(({ role, content }) => ({ role, content }));
-  return ["/v1/chat/completions", { messages: [...system, ...said], ...sampling() }];
-}
-
 /** Answers the conversation. `before`: an earlier answer, which stays if no new one comes. */
 async function answer(before = null) {
   const message = { role: "assistant", content: "", thought: "", finish: null, timings: null };
+  if (models.several()) message.model = models.current().id;
   conversation.messages.push(message);
   notice(null);
   running = new AbortController();
   show();
   $("said").textContent = "Answering";
   const unwatch = strip.watch();
+  const arrived = showLoading();
   try {
-    await receive(message, running.signal);
-    $("said").textContent = `Answer: ${message.content}`;
+    await receive(message, running.signal, arrived);
+    $("said").textContent = spoken(message);
   } catch (error) {
     message.finish = error.name === "AbortError" ? "stopped" : "broken";
-    if (!message.content && !message.thought) {
+    if (!message.content && !message.thought && !message.calls) {
       conversation.messages.pop();
       if (before) conversation.messages.push(before);
     }
@@ -168,6 +199,7 @@ async function answer(before = null) {
     if (error.name !== "AbortError") failed(error, async () => await begin() && regenerate());
   } finally {
     unwatch();
+    arrived();
     running = null;
     keep();
     show();
@@ -175,18 +207,58 @@ async function answer(before = null) {
   }
 }
 
-async function receive(message, signal) {
+function spoken(message) {
+  const calls = (message.calls ?? []).map((call) => `Calls ${call.name}.`);
+  return [`Answer: ${message.content}`, ...calls].join(" ");
+}
+
+/** Shows how a model loads that the server loads for this answer, until the returned function is called. */
+function showLoading() {
+  let over = !models.several() || models.current().state === "loaded";
+  if (over) return () => {};
+  const look = async () => {
+    if (over) return;
+    await models.refresh().catch(() => {});
+    const { id, state, progress } = models.current();
+    if (over) return;
+    if (state === "loading") loading({ id, progress: progress ?? { what: "loading" } });
+    setTimeout(look, POLL_MS);
+  };
+  look();
+  return () => {
+    if (over) return;
+    over = true;
+    $("loading").hidden = true;
+    models.refresh().then(begunModel).catch(() => {});
+  };
+}
+
+/** Takes in what only a loaded model says of itself. */
+async function begunModel() {
+  if (models.current()?.state !== "loaded") return;
+  model = await props(models.current().id);
+  showContext();
+}
+
+async function receive(message, signal, arrived) {
   let saved = Date.now();
   let drawn = 0;
+  let thinking = 0; // since when
   const draw = () => {
     drawn = 0;
     view?.show();
     toEnd(false);
   };
+  const before = conversation.messages.slice(0, -1);
+  const asked = request(conversation, before, { chats: model.chat, model: message.model });
   try {
-    for await (const piece of generate(...request(), signal)) {
+    for await (const piece of generate(...asked, signal)) {
+      arrived();
+      if (piece.thought) thinking ||= performance.now();
+      if (thinking && !message.content && !message.calls) message.thought_ms = performance.now() - thinking;
       message.content += piece.text;
       message.thought += piece.thought;
+      if (piece.calls.length) grow(message.calls ??= [], piece.calls);
       message.finish = piece.finish ?? message.finish;
       message.timings = piece.timings ?? message.timings;
       drawn ||= requestAnimationFrame(draw);
@@ -204,8 +276,9 @@ function send() {
   if (running || model === null) return;
   const given = $("input").value;
   const text = model.chat ? given.trim() : continued(given);
-  if (!text && (model.chat || !conversation.messages.length)) return;
-  if (text) conversation.messages.push({ role: "user", content: text });
+  const files = model.chat && attachments.some() ? { files: attachments.taken() } : {};
+  if (!text && !files.files && (model.chat || !conversation.messages.length)) return;
+  if (text || files.files) conversation.messages.push({ role: "user", content: text, ...files });
   $("input").value = "";
   fitInput();
   answer();
@@ -224,8 +297,17 @@ function regenerate() {
 
 /** Continues from a message as it is now, and drops the messages after it. */
 function edit(index, text) {
-  const { role } = conversation.messages[index];
-  conversation.messages = [...conversation.messages.slice(0, index), { role, content: text }];
+  const { role, files } = conversation.messages[index];
+  const changed = { role, content: text, ...(files ? { files } : {}) };
+  conversation.messages = [...conversation.messages.slice(0, index), changed];
+  answer();
+}
+
+/** Gives the last message's calls their results, one for each in order, and lets the model go on. */
+function giveResults(message, texts) {
+  if (running) return;
+  const given = message.calls.map(({ id }, i) => ({ role: "tool", call: id, content: texts[i] }));
+  conversation.messages.push(...given);
   answer();
 }
 
@@ -254,7 +336,7 @@ function whenIdle(then) {
 
 const shelf = bindShelf({
   open: (id) => open(history.load(id) ?? history.create()),
-  fresh: () => open({ ...history.create(), system: conversation.system }),
+  fresh: () => open({ ...history.create(), system: conversation.system, tools: conversation.tools }),
   remove: (id) => {
     if (id !== conversation.id) {
       history.remove(id);
@@ -303,13 +385,27 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("pagehide", () => running && history.save(conversation));
 
+bindIcons();
 bindTheme(strip.draw);
+bindMachine();
 bindSettings({
-  get: () => conversation.system,
-  set: (text) => {
-    conversation.system = text;
+  get: () => conversation,
+  set: ({ system, tools }) => {
+    Object.assign(conversation, { system, tools });
     if (conversation.messages.length) keep();
   },
 });
+models.bindModels(() => (running ? null : begin()));
+attachments.bindAttachments({
+  ready: () => Boolean(model?.chat) && !document.querySelector("dialog[open]"),
+  refused: (why) => notice(why),
+});
+$("notice-close").onclick = () => notice(null);
+$("to-end").onclick = () => toEnd(true);
+$("scroll").onscroll = () => {
+  atEnd = fromEnd() < 120;
+  $("to-end").hidden = fromEnd() < 240;
+};
+new ResizeObserver(() => toEnd(atEnd)).observe($("scroll")); // the strip came, or a phone's keyboard
 show();
 begin();

@@ -1,10 +1,12 @@
-// Sampling settings and the theme, remembered by this browser.
+// Sampling settings and the theme, remembered by this browser; what a conversation has of its own.
 
-import { $ } from "./dom.js";
+import { EXAMPLE, parseTools } from "./calls.js";
+import { $, icon } from "./dom.js";
 import { remember, remembered } from "./history.js";
 
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"];
-const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const EFFORTS = ["low", "medium", "high"];
+const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 /** Returns a request's fields. The server chooses those that are not set; the length is then unlimited. */
 export function sampling() {
@@ -13,21 +15,52 @@ export function sampling() {
   return { max_tokens: -1, ...Object.fromEntries(known) };
 }
 
-/** The dialog. `system` reads and writes the conversation's system prompt. */
-export function bindSettings(system) {
+/** Returns the fields that say how much a model thinks. Templates without such a switch ignore them. */
+export function reasoning() {
+  const kept = remembered("settings", {}).reasoning;
+  if (kept === "off") return { chat_template_kwargs: { enable_thinking: false, thinking: false } };
+  return EFFORTS.includes(kept) ? { reasoning_effort: kept } : {};
+}
+
+/** The dialog. `own` gets and sets what the conversation has of its own: {system, tools}. */
+export function bindSettings(own) {
   const dialog = $("settings");
   const form = $("settings-form");
+  const field = form.elements;
+  const wrong = (text) => {
+    $("settings-wrong").textContent = text;
+    $("settings-wrong").hidden = !text;
+    field.tools.setAttribute("aria-invalid", String(Boolean(text)));
+  };
   $("open-settings").onclick = () => {
     const kept = remembered("settings", {});
-    for (const name of NUMBERS) form.elements[name].value = kept[name] ?? "";
-    form.elements.system.value = system.get();
+    for (const name of NUMBERS) field[name].value = kept[name] ?? "";
+    field.reasoning.value = ["off", ...EFFORTS].includes(kept.reasoning) ? kept.reasoning : "";
+    const { system, tools } = own.get();
+    field.system.value = system;
+    field.tools.value = tools.length ? JSON.stringify(tools.map((t) => t.function), null, 2) : "";
+    wrong("");
     dialog.showModal();
   };
   $("settings-cancel").onclick = () => dialog.close();
-  form.onsubmit = () => {
-    const given = NUMBERS.filter((name) => form.elements[name].value !== "");
-    remember("settings", Object.fromEntries(given.map((name) => [name, form.elements[name].valueAsNumber])));
-    system.set(form.elements.system.value);
+  $("tools-example").onclick = () => {
+    field.tools.value = JSON.stringify(EXAMPLE, null, 2);
+    wrong("");
+  };
+  form.onsubmit = (event) => {
+    let tools;
+    try {
+      tools = parseTools(field.tools.value);
+    } catch (error) {
+      event.preventDefault();
+      wrong(error.message);
+      field.tools.focus();
+      return;
+    }
+    const given = NUMBERS.filter((name) => field[name].value !== "");
+    const numbers = Object.fromEntries(given.map((name) => [name, field[name].valueAsNumber]));
+    remember("settings", { ...numbers, reasoning: field.reasoning.value });
+    own.set({ system: field.system.value, tools });
   };
 }
 
@@ -37,17 +70,16 @@ export function showDefaults(params, chats) {
     const field = $("settings-form").elements[name];
     if (field) field.placeholder = String(Math.round(value * 1e4) / 1e4);
   }
-  $("system-field").hidden = !chats;
+  for (const id of ["system-field", "tools-field", "reasoning-field"]) $(id).hidden = !chats;
 }
 
 export function bindTheme(changed) {
   const root = document.documentElement;
   const show = () => {
     const name = root.dataset.theme in THEMES ? root.dataset.theme : "auto";
-    const [sign, words] = THEMES[name];
-    $("theme").textContent = sign;
-    $("theme").setAttribute("aria-label", `Theme: ${words}`);
-    $("theme").title = `Theme: ${words}`;
+    $("theme").replaceChildren(icon(name));
+    $("theme").setAttribute("aria-label", `Theme: ${THEMES[name]}`);
+    $("theme").title = `Theme: ${THEMES[name]}`;
     changed();
   };
   $("theme").onclick = () => {

@@ -1,7 +1,10 @@
-// The list of conversations: open, rename, delete, export.
+// The list of conversations: open, find, rename, delete, export, import.
 
-import { $, button, download, el } from "./dom.js";
+import { $, button, download, el, iconButton } from "./dom.js";
 import * as history from "./history.js";
+
+const MANY = 8; // conversations from which on there is a field to find one
+const MOST_IMPORTED = 64 * 1024 * 1024;
 
 /** Calls `open(id)` and `remove(id)`, and `renamed(conversation)` after a change of name. */
 export function bindShelf({ open, fresh, remove, renamed }) {
@@ -10,6 +13,14 @@ export function bindShelf({ open, fresh, remove, renamed }) {
     fresh();
   };
   $("export-all").onclick = () => save(history.all());
+  $("import").onclick = () => $("imported").click();
+  $("imported").onchange = async () => {
+    const [file] = $("imported").files;
+    $("imported").value = "";
+    if (file) said(await importFrom(file));
+    show(shown);
+  };
+  $("find").oninput = () => show(shown);
   $("open-shelf").onclick = () => setDrawer(true);
   $("close-shelf").onclick = () => setDrawer(false);
   $("shade").onclick = () => setDrawer(false);
@@ -23,9 +34,9 @@ export function bindShelf({ open, fresh, remove, renamed }) {
     const set = { className: "open", dir: "auto", title, ...(current ? { "aria-current": "true" } : {}) };
     item.append(
       button(title, () => { setDrawer(false); open(conversation.id); }, set),
-      tool("✎", `Rename: ${title}`, () => rename(item, conversation)),
-      tool("↓", `Export: ${title}`, () => save([conversation])),
-      tool("✕", `Delete: ${title}`, () => askToDelete(conversation)),
+      tool("rename", `Rename: ${title}`, () => rename(item, conversation)),
+      tool("export", `Export: ${title}`, () => save([conversation])),
+      tool("remove", `Delete: ${title}`, () => askToDelete(conversation)),
     );
     return item;
   }
@@ -66,17 +77,36 @@ export function bindShelf({ open, fresh, remove, renamed }) {
     $("confirm").showModal();
   }
 
-  return function show(currentId) {
+  let shown = "";
+  function show(currentId) {
+    shown = currentId;
     if ($("conversations").querySelector("input")) return; // the user is typing a name there
     const known = history.all().filter((c) => c.messages.length || c.title);
-    $("conversations").replaceChildren(...known.map((c) => entry(c, c.id === currentId)));
+    $("find").hidden = known.length < MANY && !$("find").value;
+    const wanted = $("find").value.trim().toLowerCase();
+    const fits = known.filter((c) => history.titleOf(c).toLowerCase().includes(wanted));
+    $("conversations").replaceChildren(...fits.map((c) => entry(c, c.id === currentId)));
     $("export-all").hidden = !known.length;
-  };
+  }
+  return show;
 }
 
-function tool(sign, label, onclick) {
-  const title = label.split(":", 1)[0];
-  return button(sign, onclick, { className: "quiet small", "aria-label": label, title });
+function said(text) {
+  $("shelf-said").textContent = text;
+}
+
+async function importFrom(file) {
+  try {
+    if (file.size > MOST_IMPORTED) throw new Error("it is larger than 64 MiB");
+    const n = history.imported(await file.text());
+    return n === 1 ? "Imported 1 conversation." : `Imported ${n} conversations.`;
+  } catch (error) {
+    return `${file.name.slice(0, 80)}: not imported, ${error.message}.`;
+  }
+}
+
+function tool(name, label, onclick) {
+  return iconButton(name, label, onclick, { className: "quiet small", title: label.split(":", 1)[0] });
 }
 
 function setDrawer(isOpen) {
@@ -88,6 +118,5 @@ function setDrawer(isOpen) {
 }
 
 function save(conversations) {
-  const made = { format: "thermocline-conversations", version: 1, conversations };
-  download("thermocline-conversations.json", JSON.stringify(made, null, 1));
+  download("thermocline-conversations.json", history.exported(conversations));
 }

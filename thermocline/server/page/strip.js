@@ -1,7 +1,8 @@
-// The live strip: the share of each layer's neurons that is active while an answer grows.
+// The live strip: which neurons of each layer, or which experts, are active while an answer grows.
 
 import { activity } from "./api.js";
 import { $ } from "./dom.js";
+import * as experts from "./experts.js";
 
 const ROWS = 12; // reports shown: the latest large on top, older ones below
 const NOW_PX = 26, ROW_PX = 4;
@@ -20,12 +21,19 @@ export function watch() {
 }
 
 async function follow(signal) {
-  for await (const report of activity(signal)) {
-    $("strip-text").textContent = words(report);
-    if (report.layers) reports = [report.layers, ...reports].slice(0, ROWS);
-    $("strip").hidden = false;
-    draw();
+  for await (const report of activity(signal)) take(report);
+}
+
+/** Shows a report. */
+export function take(report) {
+  $("strip-text").textContent = words(report);
+  if (report.layers) {
+    if (reports[0]?.length !== report.layers.length) reports = []; // of another model
+    reports = [report.layers, ...reports].slice(0, ROWS);
+    experts.take(report);
   }
+  $("strip").hidden = false;
+  draw();
 }
 
 const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
@@ -35,11 +43,12 @@ const speed = (x) => (x >= 100 ? Math.round(x) : Number(x.toPrecision(2)));
 /** Returns the report in words, for the line above the picture and for screen readers. */
 export function words(report) {
   const said = [`${Math.round(report.tokens_per_s * 10) / 10} tok/s`];
-  if (report.layers) {
+  if (report.layers?.length) {
     const [active, computed, asked] = ["active", "computed", "asked"].map((key) => mean(report.layers, key));
+    said.push(...experts.words(report.layers));
     said.push(`${percent(active)} of neurons active`);
     if (percent(computed) !== percent(active)) said.push(`${percent(computed)} computed`);
-    if (asked < 1) said.push(`gates of ${percent(asked)} read`);
+    if (asked < 1 && !experts.some(report.layers)) said.push(`gates of ${percent(asked)} read`);
   }
   const { gpu, ram, disk } = report.tiers;
   if (gpu) said.push(gpu.gb_per_s === null ? `GPU and RAM ${speed(report.gb_per_s)} GB/s`
@@ -68,24 +77,39 @@ function colour(colours, share) {
   return colours[low].map((c, i) => Math.round(c + (colours[low + 1][i] - c) * (at - low)));
 }
 
+/** Returns the canvas's context for a picture of this height, in pixels of the page. */
+function sized(canvas, height) {
+  const scale = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  canvas.style.height = `${height}px`;
+  [canvas.width, canvas.height] = [width * scale, height * scale];
+  const g = canvas.getContext("2d");
+  g.scale(scale, scale);
+  return [g, width];
+}
+
 export function draw() {
   const canvas = $("strip-picture");
   canvas.hidden = !reports.length;
   document.querySelector("#strip .legend").hidden = !reports.length;
   if (!reports.length || !canvas.clientWidth) return;
+  const colours = ramp();
+  const mixture = experts.some(reports[0]);
+  $("strip-about").textContent = mixture ? experts.about() : "layers left to right, now on top";
+  $("strip-of").textContent = mixture ? "of tokens, of late" : "of a layer’s neurons active";
+  if (mixture) {
+    $("strip-top").textContent = "100 %";
+    canvas.setAttribute("aria-label", experts.label(reports[0]));
+    const [g, width] = sized(canvas, experts.height());
+    experts.draw(g, width, (share) => `rgb(${colour(colours, share)})`);
+    return;
+  }
   const most = Math.max(...reports.flat().map((layer) => layer.active));
   const top = TOPS.find((t) => t >= most) ?? 1;
   $("strip-top").textContent = `${100 * top} %`;
   const shares = reports[0].map((layer) => percent(layer.active)).join(", ");
   canvas.setAttribute("aria-label", `Active neurons by layer: ${shares}`);
-
-  const scale = window.devicePixelRatio || 1;
-  const [width, height] = [canvas.clientWidth, NOW_PX + 2 + ROW_PX * (ROWS - 1)];
-  canvas.style.height = `${height}px`;
-  [canvas.width, canvas.height] = [width * scale, height * scale];
-  const g = canvas.getContext("2d");
-  g.scale(scale, scale);
-  const colours = ramp();
+  const [g, width] = sized(canvas, NOW_PX + 2 + ROW_PX * (ROWS - 1));
   reports.forEach((layers, row) => {
     const y = row ? NOW_PX + 2 + ROW_PX * (row - 1) : 0;
     cells(g, layers, y, row ? ROW_PX : NOW_PX, width, (layer) => colour(colours, layer.active / top));
@@ -110,4 +134,9 @@ function cells(g, layers, y, height, width, of) {
   });
 }
 
+$("strip-picture").onpointermove = ({ offsetX, offsetY, target }) => {
+  const said = reports.length && experts.some(reports[0]) && experts.at(offsetX, offsetY, target);
+  if (said) $("strip-about").textContent = said;
+};
+$("strip-picture").onpointerleave = () => draw();
 new ResizeObserver(draw).observe($("strip"));
