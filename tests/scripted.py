@@ -20,9 +20,9 @@ from thermocline.llm import BUNDLED
 from thermocline.offline.quick_bench import QuickBench
 from thermocline.pack.pack import Pack
 from thermocline.server.api.app import application
-from thermocline.server.api.model import ServedModel
 from thermocline.server.api.models.registered import Loading
 from thermocline.server.api.models.registry import Registry
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.api.state import Api
 from thermocline.server.http import server as http
 from thermocline.server.http.guard import Admission

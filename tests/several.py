@@ -16,6 +16,7 @@ from serving import TEMPLATE
 from thermocline.errors import BadFile
 from thermocline.files.small_files import FilesOfDirectory
 from thermocline.llm import BUNDLED
+from thermocline.offline.quick_bench import QuickBench
 from thermocline.pack.pack import Pack
 from thermocline.server.process.engine_process import EngineProcess, Jobs
 from thermocline.server.process.messages import Load, LoadProgress, MemoryNeeded, ModelOpened, Ready, Stop
@@ -37,6 +38,7 @@ class Machine:
     loads: list[str] = field(default_factory=list)  # in order
     began: list[str] = field(default_factory=list)
     go: Callable[[], object] = lambda: None
+    bench: QuickBench | None = None  # what a benchmark finds
 
 
 MACHINE = Machine()
@@ -48,7 +50,7 @@ class LoadingEngine(ScriptedEngine):
     def __init__(self, files: Any, options: Any, **how: Any) -> None:
         EngineProcess.__init__(self, files, options, **how)
         self.answer, self.endless, self.failing = (), False, False
-        self.reason, self.stop_text = "stop", None
+        self.reason, self.stop_text, self.bench = "stop", None, MACHINE.bench
         self.asked, self.prompts = [], []
         self.gone = threading.Event()
         self.name = Path(files.model).name

@@ -519,7 +519,7 @@ def test_a_loaded_gguf_can_be_served(talking: Path) -> None:
     from scripted import ScriptedEngine
 
     from thermocline import SamplingParams
-    from thermocline.server.api.model import ServedModel
+    from thermocline.server.api.models.served import ServedModel
     from thermocline.server.process.messages import ModelOpened
 
     with LLM(talking, context=64, lazy=True) as llm:

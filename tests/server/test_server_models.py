@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import several
 import tiny
 from serving import Served, served
 from several import MIB, LoadingEngine, Machine
+from test_server_benchmark import bench
 
 from thermocline import LLM, SamplingParams
 from thermocline.llm import BUNDLED, opened_model
@@ -103,6 +105,50 @@ def test_each_route_takes_a_name_and_refuses_an_unknown_one_in_its_own_words(ser
         assert c.get("/activity?model=c").status_code == 404
         health = c.get("/health")
         assert health.status_code == 200 and health.json()["ready"]
+
+
+def test_a_benchmark_measures_one_model_while_none_has_anything_to_do(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models share the memory's bandwidth: what another one does would be measured, too."""
+    machine.bench = bench()
+    begun, go = threading.Event(), threading.Event()
+
+    async def measure(engine: LoadingEngine) -> Any:
+        begun.set()
+        await asyncio.to_thread(go.wait, 30)
+        return engine.bench
+
+    monkeypatch.setattr(LoadingEngine, "measure", measure)
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").write_bytes(bytes(5))
+    limits = ServerLimits(limit_benchmark_s=0)
+    with served(limits, directory=tmp_path, models_max=2, ram=1.0) as s, s.client() as c:
+        go.set()
+        assert c.post("/benchmark", json={}).status_code == 400
+        found = c.post("/benchmark", json={"model": "a"})
+        assert found.status_code == 200 and found.json()["model"] == "a" and machine.loads == ["a.gguf"]
+        go.clear()
+        begun.clear()
+        ended: list[httpx2.Response] = []
+        thread = threading.Thread(target=lambda: ended.append(c.post("/benchmark", json={"model": "a"})))
+        thread.start()
+        assert begun.wait(30)
+        assert (
+            httpx2.post(f"{s.url}/tokenize", json={"content": "a", "model": "b"}, timeout=60).status_code
+            == 200
+        )
+        go.set()
+        thread.join()
+        assert ended[0].status_code == 409 and "went first" in ended[0].text
+        machine.slow.add("c.gguf")
+        (tmp_path / "c.gguf").write_bytes(bytes(5))
+        with c.stream("POST", "/v1/completions", json={"model": "c", "prompt": "a", "stream": True}) as r:
+            parts = r.iter_text()  # which close the answer when they go
+            assert next(parts)
+            until(lambda: states(s)["c"] == "loading")
+            refused = httpx2.post(f"{s.url}/benchmark", json={"model": "a"}, timeout=60)
+            assert refused.status_code == 409 and "is being loaded" in refused.text
 
 
 @pytest.mark.parametrize("path", STREAMS)

@@ -10,13 +10,16 @@ from typing import Any
 
 import httpx2
 import pytest
+import several
 from browsing import Tab, chromium, tab
 from payloads import PAYLOADS
 from scripted import Scripted, scripted
 from serving import Served, served
+from several import LoadingEngine, Machine
 from test_server_benchmark import bench
 
 from thermocline.server.api.benchmark import report
+from thermocline.server.api.models import registered
 from thermocline.server.page import assets
 
 pytestmark = pytest.mark.oracle
@@ -584,8 +587,7 @@ def thinking(thinking_chat: Scripted) -> Iterator[Scripted]:
 
 
 def prompt_of(script: Scripted) -> str:
-    assert script.server.model is not None
-    return str(script.server.model.tokenizer.decode(script.engine.prompts[-1]))
+    return str(script.model.tokenizer.decode(script.engine.prompts[-1]))
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -752,59 +754,100 @@ def test_exported_conversations_can_be_imported_and_other_files_cannot(shown: Ta
 
 # ---- models and the machine
 
-MODELS: dict[str, Any] = {"object": "list", "data": [
-    {"id": "small", "object": "model", "state": "loaded"},
-    {"id": "large<b>", "object": "model", "state": "unloaded"},
-]}  # fmt: skip
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Engines that answer with their model's name, and load as it says."""
+    monkeypatch.setattr(several, "MACHINE", Machine())
+    monkeypatch.setattr(registered, "EngineProcess", LoadingEngine)
+    return several.MACHINE
 
 
-def test_one_of_several_models_can_be_chosen(shown: Tab, script: Scripted) -> None:
-    """A server with a directory of models says which are loaded. With one, its name is all that is shown."""
-    assert shown.page.text_content("#model") == "scripted" and shown.page.is_hidden("#models")
-    asked: list[Any] = []
-
-    def answered(route: Any) -> None:
-        asked.append(route.request.post_data_json)
-        body = {**route.request.post_data_json}
-        del body["model"]
-        route.continue_(post_data=json.dumps(body))
-
-    shown.page.route("**/v1/models", lambda route: route.fulfill(json=MODELS))
-    shown.page.route("**/v1/chat/completions", answered)
-    shown.begin()
-    assert shown.page.is_hidden("#model")
-    options = shown.page.locator("#models option").all_text_contents()
-    assert options == ["small", "large<b> (not loaded)"]
-    script.engine.answer = ["yes"]
-    shown.ask("is it small?")
-    shown.page.select_option("#models", "large<b>")
-    shown.page.wait_for_selector("#send:enabled")
-    shown.ask("is it large?")
-    assert [body["model"] for body in asked] == ["small", "large<b>"]
-    notes = shown.page.locator("#log .assistant .foot > span").all_text_contents()
-    assert notes[0].startswith("small · ") and notes[1].startswith("large<b> · ")
-    shown.begin()
-    assert shown.page.input_value("#models") == "large<b>", "the choice is remembered"
+@pytest.fixture
+def directory(machine: Machine, tmp_path: Path) -> Iterator[Served]:
+    """Two models, with memory for one of them; no request gets one without naming it."""
+    for name in ("large&b", "small"):
+        (tmp_path / f"{name}.gguf").write_bytes(bytes(5))
+    ram = (several.MIB + 128 * several.MIB) / 2**30
+    with served(directory=tmp_path, models_max=4, ram=ram) as made:
+        yield made
 
 
-def test_a_model_that_loads_for_an_answer_shows_how_far_it_is(shown: Tab, script: Scripted) -> None:
-    state: dict[str, Any] = {"id": "large", "object": "model", "state": "unloaded"}
-    models = {"object": "list", "data": [MODELS["data"][0], state]}
-    held: list[Any] = []
-    shown.page.route("**/v1/models", lambda route: route.fulfill(json=models))
-    shown.page.route("**/v1/chat/completions", lambda route: held.append(route))
-    shown.begin()
-    shown.page.select_option("#models", "large")
-    shown.page.wait_for_selector("#send:enabled")
-    shown.say("hello")
-    shown.until(lambda: bool(held))
-    state |= {"state": "loading", "progress": {"what": "loading", "done": 1, "size": 2}}
-    shown.page.wait_for_selector("#loading-text:text('Loading large: 50 %')")
-    state |= {"state": "loaded"}
-    event = {"choices": [{"index": 0, "delta": {"content": "here"}, "finish_reason": "stop"}]}
-    held[0].fulfill(body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
-    assert shown.answered() == "here"
-    assert shown.page.is_hidden("#loading")
+def test_one_of_several_models_can_be_chosen(browser: Any, directory: Served, machine: Machine) -> None:
+    with tab(browser, directory.url) as found:
+        asked: list[Any] = []
+        found.page.on("request", lambda r: asked.append(r))
+        found.begin()
+        assert found.page.is_hidden("#model")
+        options = found.page.locator("#models option")
+        assert options.all_text_contents() == ["large&b (not loaded)", "small (not loaded)"]
+        assert machine.loads == [], "a look at the page loads nothing"
+        found.page.select_option("#models", "small")
+        found.page.wait_for_selector("#send:enabled")
+        assert machine.loads == []
+        assert found.ask("is it small?") == "small.gguf"
+        found.until(lambda: options.all_text_contents() == ["large&b (not loaded)", "small"])
+        found.page.select_option("#models", "large&b")
+        found.page.wait_for_selector("#send:enabled")
+        assert found.ask("is it large?") == "large&b.gguf"
+        assert machine.loads == ["small.gguf", "large&b.gguf"]
+        posted = [r.post_data_json["model"] for r in asked if r.url.endswith("/v1/chat/completions")]
+        assert posted == ["small", "large&b"]
+        for route in ("/props", "/activity"):
+            named = [r.url.partition(route)[2] for r in asked if route in r.url]
+            assert list(dict.fromkeys(named)) == ["?model=small", "?model=large%26b"]
+        notes = found.page.locator("#log .assistant .foot > span").all_text_contents()
+        assert notes[0].startswith("small · ") and notes[1].startswith("large&b · ")
+        found.begin()
+        assert found.page.input_value("#models") == "large&b", "the choice is remembered"
+
+
+def test_the_page_begins_with_a_model_that_is_loaded(
+    browser: Any, directory: Served, machine: Machine
+) -> None:
+    with directory.client() as c:
+        c.post("/tokenize", json={"model": "small", "content": "a"})
+    with tab(browser, directory.url) as found:
+        found.begin()
+        assert found.page.input_value("#models") == "small" and machine.loads == ["small.gguf"]
+
+
+def test_a_model_that_loads_for_an_answer_shows_how_far_it_is(
+    browser: Any, directory: Served, machine: Machine
+) -> None:
+    machine.slow.add("small.gguf")
+    with tab(browser, directory.url) as found:
+        found.begin()
+        found.page.select_option("#models", "small")
+        found.page.wait_for_selector("#send:enabled")
+        found.say("hello")
+        found.page.wait_for_selector("#loading-text:text('Loading small: 25 %')")
+        found.until(lambda: "small (loading…)" in found.page.text_content("#models"))
+        machine.go()
+        assert found.answered() == "small.gguf"
+        assert found.page.is_hidden("#loading")
+
+
+def test_a_model_that_cannot_be_loaded_says_why(browser: Any, directory: Served, machine: Machine) -> None:
+    machine.broken["large&b.gguf"] = 1
+    with tab(browser, directory.url) as found:
+        found.awaited.add("400")
+        found.begin()
+        found.say("hello")
+        found.until(lambda: "large&b.gguf is broken" in found.page.text_content("#notice-text"))
+        found.page.select_option("#models", "small")
+        found.page.wait_for_selector("#send:enabled")
+        assert found.ask("you, then") == "small.gguf"
+
+
+def test_a_directory_without_models_says_so(browser: Any, machine: Machine, tmp_path: Path) -> None:
+    with served(directory=tmp_path, models_max=4, ram=1.0) as made, tab(browser, made.url) as found:
+        found.page.goto(found.url)
+        found.until(lambda: "no model yet" in found.page.text_content("#notice-text"))
+        (tmp_path / "small.gguf").write_bytes(bytes(5))
+        found.page.click("#retry")
+        assert found.page.wait_for_selector("#send:enabled")
+        assert found.ask("hello") == "small.gguf"
 
 
 def test_the_benchmark_says_what_bounds_the_machine(shown: Tab, script: Scripted) -> None:

@@ -12,10 +12,10 @@ import several
 from several import MIB, LoadingEngine, Machine
 
 from thermocline.errors import BadFile, UsageError
-from thermocline.server.api.model import ServedModel
 from thermocline.server.api.models import registered
 from thermocline.server.api.models.registered import Loading, RegisteredModel
 from thermocline.server.api.models.registry import Registry
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process import engine_process
 from thermocline.server.process.engine_process import EngineCrashed, EngineProcess

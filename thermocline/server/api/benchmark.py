@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from thermocline.offline.quick_bench import QuickBench
 from thermocline.server.api import schema
+from thermocline.server.api.models.hold import RETRY_LOADING_S
 from thermocline.server.api.state import Api
 from thermocline.server.http.posted import posted
 from thermocline.server.http.refusal import Refusal
@@ -30,24 +31,35 @@ class _Benchmark:
 
     async def answer(self, request: Request) -> Response:
         r = await self._api.body(posted(request.scope), schema.BenchmarkRequest, request.url.path)
-        model, engine = self._api.ready_model(r.model), self._api.engine
-        if engine.measuring:
+        self._check()  # so that none is loaded in vain
+        model, models = await self._api.model(request, r.model), self._api.models
+        self._check()
+        if not model.engine.ready:  # it has crashed, and is started again
+            raise Refusal(503, "The engine is not ready", headers={"retry-after": str(RETRY_LOADING_S)})
+        uses = models.uses
+        try:
+            found = await model.engine.measure()
+        finally:
+            self._ended_at = time.monotonic()
+        if found is None or models.uses != uses:  # of this model, or of one beside it
+            raise Refusal(409, "a request came, which went first; measure again later", code=BUSY)
+        return JSONResponse({"model": model.name, **report(found)})
+
+    def _check(self) -> None:
+        """Refuse while any model has something to do, or soon after the last benchmark."""
+        models = list(self._api.models.models.values())
+        if any(m.engine.measuring for m in models):
             raise Refusal(409, "a benchmark is running; wait for its end", code=BUSY)
-        if engine.active:
+        if any(m.engine.active for m in models):
             raise Refusal(409, "answers are being computed; measure when there are none", code=BUSY)
+        if self._api.models.several and any(m.state == "loading" for m in models):
+            raise Refusal(409, "a model is being loaded; measure when it is there", code=BUSY)
         wait_s = self._ended_at + self._api.limits.limit_benchmark_s - time.monotonic()
         if wait_s > 0:
             raise Refusal(
                 429, f"the last benchmark was a moment ago; try again in {math.ceil(wait_s)} s",
                 headers={"retry-after": str(math.ceil(wait_s))}
             )  # fmt: skip
-        try:
-            found = await engine.measure()
-        finally:
-            self._ended_at = time.monotonic()
-        if found is None:
-            raise Refusal(409, "a request came, which went first; measure again later", code=BUSY)
-        return JSONResponse({"model": model.name, **report(found)})
 
 
 def report(b: QuickBench) -> dict[str, Any]:

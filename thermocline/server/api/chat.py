@@ -11,7 +11,7 @@ from starlette.requests import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile
 from thermocline.server.api import conversation, schema
-from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.api.parsing.answer_parser import Parts
 from thermocline.server.api.parsing.harmony import parser_of
 from thermocline.server.api.state import Api

@@ -14,7 +14,7 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.server.api import schema
 from thermocline.server.api.answers import Answer, ChatAnswer, CompletionAnswer, InfillAnswer
 from thermocline.server.api.chat import begin_chat
-from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.api.responses import answered
 from thermocline.server.api.state import Api
 from thermocline.server.http.posted import Posted, posted

@@ -18,8 +18,8 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.server.api import schema
 from thermocline.server.api.metrics import Metrics
-from thermocline.server.api.model import ServedModel
 from thermocline.server.api.models.hold import HOLD, Hold
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.api.trials import Trials
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import Posted

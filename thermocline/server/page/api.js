@@ -52,23 +52,27 @@ export async function health() {
   return (await ask("/health", { refused: false })).json();
 }
 
-/** Returns the models that can be had, [{id, state, progress}], of which one or more may be loaded. */
+/**
+ * Returns the models that can be had, [{id, state, progress}].
+ * `state`: loaded, loading, unloaded or unloading. `progress`: {what, done, size} of loading, or null.
+ */
 export async function models() {
   const { data } = await (await ask("/v1/models")).json();
   return data.map((m) => ({
     id: String(m.id),
-    state: typeof m.state === "string" ? m.state : "loaded",
-    progress: m.progress ?? null,
+    state: String(m.status.value),
+    progress: m.status.progress ?? null,
   }));
 }
 
-export async function props(model) {
-  return (await ask(model ? `/props?model=${encodeURIComponent(model)}` : "/props")).json();
+/** Returns what the server says of a model. It is loaded for that if need be. */
+export async function props(model, signal) {
+  return (await ask(`/props?model=${encodeURIComponent(model)}`, { signal })).json();
 }
 
 /** Measures what bounds the machine. Takes some seconds; refused while an answer is computed. */
 export async function benchmark(model, signal) {
-  return (await ask("/benchmark", { body: model ? { model } : {}, signal })).json();
+  return (await ask("/benchmark", { body: { model }, signal })).json();
 }
 
 /** Parses server-sent events from text that may be split anywhere; returns the data of whole events. */
@@ -125,9 +129,10 @@ async function* eventsOf(response) {
   }
 }
 
-/** Yields reports of the layers' activity until `signal`. */
-export async function* activity(signal) {
-  for await (const data of eventsOf(await ask("/activity", { signal }))) yield JSON.parse(data);
+/** Yields reports of the activity of a model's layers until `signal`. */
+export async function* activity(model, signal) {
+  const response = await ask(`/activity?model=${encodeURIComponent(model)}`, { signal });
+  for await (const data of eventsOf(response)) yield JSON.parse(data);
 }
 
 /** Yields an answer as it grows: {text, thought, calls, finish, timings}, each as far as it has come. */

@@ -42,6 +42,7 @@ async function begin() {
   }
   try {
     await models.refresh();
+    if (!models.current()) throw new ApiError(404, "The server has no model yet. Put one into its directory.");
     model = await about(models.current());
   } catch (error) {
     $("loading").hidden = true;
@@ -49,6 +50,13 @@ async function begin() {
     return false;
   }
   $("loading").hidden = true;
+  describe();
+  show();
+  return true;
+}
+
+/** Shows what the model takes. */
+function describe() {
   showDefaults(model.default_generation_settings?.params ?? {}, model.chat);
   $("input").placeholder = model.chat ? "Message" : "Text to continue";
   $("input-label").textContent = $("input").placeholder;
@@ -59,19 +67,14 @@ async function begin() {
     fitInput();
     $("input").focus();
   });
-  show();
-  return true;
 }
 
-/** Returns what the server says of a model. One that is not loaded yet is taken for one that chats. */
-async function about(chosen) {
-  if (!models.several()) return props();
-  try {
-    return await props(chosen.id);
-  } catch (error) {
-    if (error.status === 401 || chosen.state === "loaded") throw error;
-    return { chat: true };
-  }
+/**
+ * Returns what the server says of a model. One that is not loaded is taken for one that chats: to ask
+ * would load it, and another one may have to go for that.
+ */
+async function about({ id, state }) {
+  return state === "loaded" || !models.several() ? props(id) : { chat: true, guessed: true };
 }
 
 function loading(state) {
@@ -178,16 +181,22 @@ function keep() {
 /** Answers the conversation. `before`: an earlier answer, which stays if no new one comes. */
 async function answer(before = null) {
   const message = { role: "assistant", content: "", thought: "", finish: null, timings: null };
-  if (models.several()) message.model = models.current().id;
+  const { id } = models.current();
+  if (models.several()) message.model = id;
   conversation.messages.push(message);
   notice(null);
   running = new AbortController();
   show();
   $("said").textContent = "Answering";
-  const unwatch = strip.watch();
+  const unwatch = strip.watch(id);
   const arrived = showLoading();
   try {
-    await receive(message, running.signal, arrived);
+    if (model.guessed) {
+      model = await props(id, running.signal);
+      describe();
+      show();
+    }
+    await receive(message, id, running.signal, arrived);
     $("said").textContent = spoken(message);
   } catch (error) {
     message.finish = error.name === "AbortError" ? "stopped" : "broken";
@@ -219,8 +228,8 @@ function showLoading() {
   const look = async () => {
     if (over) return;
     await models.refresh().catch(() => {});
+    if (over || !models.current()) return;
     const { id, state, progress } = models.current();
-    if (over) return;
     if (state === "loading") loading({ id, progress: progress ?? { what: "loading" } });
     setTimeout(look, POLL_MS);
   };
@@ -229,18 +238,11 @@ function showLoading() {
     if (over) return;
     over = true;
     $("loading").hidden = true;
-    models.refresh().then(begunModel).catch(() => {});
+    models.refresh().catch(() => {});
   };
 }
 
-/** Takes in what only a loaded model says of itself. */
-async function begunModel() {
-  if (models.current()?.state !== "loaded") return;
-  model = await props(models.current().id);
-  showContext();
-}
-
-async function receive(message, signal, arrived) {
+async function receive(message, name, signal, arrived) {
   let saved = Date.now();
   let drawn = 0;
   let thinking = 0; // since when
@@ -250,7 +252,7 @@ async function receive(message, signal, arrived) {
     toEnd(false);
   };
   const before = conversation.messages.slice(0, -1);
-  const asked = request(conversation, before, { chats: model.chat, model: message.model });
+  const asked = request(conversation, before, { chats: model.chat, model: name });
   try {
     for await (const piece of generate(...asked, signal)) {
       arrived();

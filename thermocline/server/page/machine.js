@@ -2,7 +2,7 @@
 
 import { benchmark } from "./api.js";
 import { $, el } from "./dom.js";
-import { current, several } from "./models.js";
+import { current } from "./models.js";
 
 const BOUNDS = {
   memory: ["Memory sets the pace.", "A token reads its weights at nearly the speed that memory has here. "
@@ -29,7 +29,7 @@ async function measure() {
   running = new AbortController();
   busy(true);
   try {
-    const found = await benchmark(several() ? current()?.id : "", running.signal);
+    const found = await benchmark(current()?.id, running.signal);
     show(found);
     $("measured").textContent = `Measured in ${round(found.seconds)} s.`;
   } catch (error) {

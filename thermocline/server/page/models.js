@@ -4,32 +4,34 @@ import { models } from "./api.js";
 import { $, el } from "./dom.js";
 import { remember, remembered } from "./history.js";
 
-const STATES = { loading: "loading…", unloaded: "not loaded", failed: "failed" };
-const LOOK_EVERY_MS = 2000; // while one is loading
+const STATES = { loading: "loading…", unloaded: "not loaded", unloading: "making room…" };
+const LOOK_EVERY_MS = 2000; // while one is loading or unloading
 
 let known = []; // {id, state, progress}
 let timer = 0;
 
 export const several = () => known.length > 1;
 
-/** Returns the chosen model, or null before there is one. */
-export const current = () => known.find((m) => m.id === $("models").value) ?? known[0] ?? null;
+/** Returns the chosen model, or null if there is none. */
+export const current = () => known.find((m) => m.id === $("models").value) ?? null;
 
 /** Asks the server for its models, and shows them. */
 export async function refresh() {
-  const before = current()?.id ?? remembered("model", "");
+  const chosen = current()?.id ?? remembered("model", "");
   known = await models();
   const options = known.map((m) => {
     const state = Object.hasOwn(STATES, m.state) ? ` (${STATES[m.state]})` : "";
     return el("option", { value: m.id, textContent: m.id + state });
   });
   $("models").replaceChildren(...options);
-  $("models").value = known.some((m) => m.id === before) ? before : (known[0]?.id ?? "");
+  // One that is loaded answers at once, and makes no other one go.
+  const first = known.find((m) => m.id === chosen) ?? known.find((m) => m.state === "loaded") ?? known[0];
+  $("models").value = first?.id ?? "";
   $("models").hidden = !several();
   $("model").hidden = several();
   $("model").textContent = $("model").title = known[0]?.id ?? "";
   clearTimeout(timer);
-  if (known.some((m) => m.state === "loading")) {
+  if (known.some((m) => m.state.endsWith("loading"))) {
     timer = setTimeout(() => refresh().catch(() => {}), LOOK_EVERY_MS);
   }
 }

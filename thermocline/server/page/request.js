@@ -24,15 +24,14 @@ function sent(m) {
   return { role: "assistant", content: m.content, ...thought, tool_calls: calls };
 }
 
-/** Returns the path and the body that ask for the next message. `model`: its name; absent: the only one. */
+/** Returns the path and the body that ask for the next message. `model`: its name. */
 export function request(conversation, messages, { chats, model }) {
-  const named = model ? { model } : {};
   if (!chats) {
     const prompt = messages.map((m) => m.content).join("");
-    return ["/v1/completions", { ...named, prompt, ...sampling() }];
+    return ["/v1/completions", { model, prompt, ...sampling() }];
   }
   const system = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
   const tools = conversation.tools?.length ? { tools: conversation.tools } : {};
   const said = [...system, ...messages.map(sent)];
-  return ["/v1/chat/completions", { ...named, messages: said, ...tools, ...sampling(), ...reasoning() }];
+  return ["/v1/chat/completions", { model, messages: said, ...tools, ...sampling(), ...reasoning() }];
 }

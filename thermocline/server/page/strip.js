@@ -12,16 +12,16 @@ const LINGER_MS = 700; // the last report comes after the last token
 let reports = [];
 let watching = null;
 
-/** Shows reports until the returned function is called. Errors are ignored: an answer needs no picture. */
-export function watch() {
+/** Shows reports of a model until the returned function is called. Errors are ignored: an answer needs no picture. */
+export function watch(model) {
   watching?.abort();
   const mine = watching = new AbortController();
-  follow(mine.signal).catch(() => {});
+  follow(model, mine.signal).catch(() => {});
   return () => setTimeout(() => mine.abort(), LINGER_MS);
 }
 
-async function follow(signal) {
-  for await (const report of activity(signal)) take(report);
+async function follow(model, signal) {
+  for await (const report of activity(model, signal)) take(report);
 }
 
 /** Shows a report. */

@@ -10,7 +10,7 @@ from typing import Any
 from thermocline.server.api import schema
 from thermocline.server.api.agents import messages_schema as given
 from thermocline.server.api.agents.chat_parts import call, effort, named_tool, tool
-from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.served import ServedModel
 
 PARAMS = {
     "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config",

@@ -9,9 +9,9 @@ from typing import Any
 
 from thermocline.errors import BadFile, OutOfBudget, ThermoclineError, Unsupported, UsageError
 from thermocline.plan.memory import size_down
-from thermocline.server.api.model import ServedModel
 from thermocline.server.api.models.registered import RegisteredModel
 from thermocline.server.api.models.registry import Registry
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from thermocline.engine.generation_config import completed
 from thermocline.errors import BadFile, ThermoclineError, Unsupported
-from thermocline.server.api.model import ServedModel
 from thermocline.server.api.models.catalogue import ModelFiles
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import Event, ModelOpened
 from thermocline.session.options import EngineOptions, ModelOptions

@@ -18,9 +18,9 @@ from typing import Any
 
 from thermocline.errors import ThermoclineError, UsageError, place_of
 from thermocline.plan.memory import size_up
-from thermocline.server.api.model import ServedModel
 from thermocline.server.api.models.catalogue import ModelFiles, models_in
 from thermocline.server.api.models.registered import Loading, RegisteredModel
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.messages import Event
 from thermocline.session.options import ModelOptions
@@ -50,7 +50,7 @@ class Registry:
         self.observe: Callable[[str, Event], None] = lambda name, event: None
         self.budget_bytes = _weights_budget(how)
         self.unloads = 0
-        self._uses = 0
+        self.uses = 0  # requests that took a model or gave it back, counted where there are several
         self._queue: list[RegisteredModel] = []  # to be loaded, in order
         self._work = asyncio.Event()  # set while the queue is not empty
         self._load: asyncio.Task[None] | None = None  # of the queue's first
@@ -171,8 +171,8 @@ class Registry:
         self._touch(m)
 
     def _touch(self, m: RegisteredModel) -> None:
-        self._uses += 1
-        m.used_at = self._uses
+        self.uses += 1
+        m.used_at = self.uses
 
     def _want(self, m: RegisteredModel) -> None:
         if m not in self._queue:
