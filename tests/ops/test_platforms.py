@@ -34,8 +34,8 @@ FILE_FLAGS = {
     "isa_avxvnni": "-mavx2 -mfma -mf16c -mavxvnni",
     "isa_avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
     " -Wno-uninitialized -Wno-maybe-uninitialized",
-    "isa_amx": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mamx-tile -mamx-int8"
-    " -Wno-uninitialized -Wno-maybe-uninitialized -Wno-unused-function",
+    "isa_amx": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
+    " -mamx-tile -mamx-int8 -Wno-uninitialized -Wno-maybe-uninitialized -Wno-unused-function",
     "search_avx2": "-mavx2 -mfma",
     "search_avx512": "-mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq",
 }

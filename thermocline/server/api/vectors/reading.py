@@ -8,7 +8,7 @@ from thermocline.engine.request import PoolingParams, reading_for
 from thermocline.engine.vectors import Prompt
 from thermocline.errors import UsageError
 from thermocline.ops.interface import F32
-from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.api.state import Api
 from thermocline.server.http.refusal import TOO_LONG, Refusal
 from thermocline.server.process.messages import Finished

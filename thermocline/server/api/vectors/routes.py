@@ -17,7 +17,7 @@ from thermocline.engine.request import PoolingParams, check_embeds
 from thermocline.engine.vectors import Prompt, check_dimensions, shortened
 from thermocline.errors import UsageError
 from thermocline.ops.interface import F32
-from thermocline.server.api.model import ServedModel
+from thermocline.server.api.models.served import ServedModel
 from thermocline.server.api.responses import json_bytes, large
 from thermocline.server.api.schema import prompts_of
 from thermocline.server.api.state import Api
