@@ -100,7 +100,7 @@ Variables that are not a flag's:
 
 """
 OTHERS = {
-    "ISA": "Lower the instruction set: `scalar`, `avx2`, `avxvnni`, `avx512`, `amx`; on ARM `scalar`, `neon`.",
+    "ISA": "Lower the instructions: `scalar`, `avx2`, `avxvnni`, `avx512`, `amx`; on ARM `scalar`, `neon`.",
     "DEBUG": "`1` prints the traceback of an error.",
 }
 FOREIGN = """\

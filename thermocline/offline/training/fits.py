@@ -55,6 +55,12 @@ class LayerFit:
     device: str = "cpu"  # torch's name of what trains
 
 
+def check_installed(kinds: Sequence[str]) -> None:
+    """Raise Unsupported if a kind is trained, and what trains it is missing here."""
+    if "mlp" in kinds:
+        fit_mlp.require()
+
+
 def fit_layer(kinds: Sequence[str], f: LayerFit) -> None:
     """Fit predictors of these kinds and offer them, the cheapest ones first, as long as there is time."""
     for kind in sorted(kinds, key=CHEAPEST_FIRST.index):

@@ -21,10 +21,10 @@ import numpy as np
 from thermocline.errors import OutOfBudget, Unsupported, UsageError
 from thermocline.machine import hardware
 from thermocline.offline.counting import open_same
-from thermocline.offline.training import fit_mlp
 from thermocline.offline.training.calibrate import PRICES, TYPICAL
 from thermocline.offline.training.fits import (
     LayerFit,
+    check_installed,
     fit_bytes,
     fit_layer,
     gate_rows,
@@ -253,8 +253,7 @@ class FittingWork:
 
     @contextmanager
     def open(self, threads: int) -> Iterator[Callable[[LayerTask], FittedLayer]]:
-        if "mlp" in self.kinds:
-            fit_mlp.require()
+        check_installed(self.kinds)
         yield partial(fit_task, self, open_same(self.pack, self.stamp), threads)
 
 

@@ -42,7 +42,7 @@ async function begin() {
   }
   try {
     await models.refresh();
-    if (!models.current()) throw new ApiError(404, "The server has no model yet. Put one into its directory.");
+    if (!models.current()) throw new ApiError(404, "The server has no model yet: its directory is empty.");
     model = await about(models.current());
   } catch (error) {
     $("loading").hidden = true;

@@ -12,7 +12,7 @@ const LINGER_MS = 700; // the last report comes after the last token
 let reports = [];
 let watching = null;
 
-/** Shows reports of a model until the returned function is called. Errors are ignored: an answer needs no picture. */
+/** Shows a model's activity until the returned function is called. Errors are ignored. */
 export function watch(model) {
   watching?.abort();
   const mine = watching = new AbortController();
