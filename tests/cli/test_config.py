@@ -125,6 +125,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "insecure": ("on", True),
     "allow_host": ("box:80", ("box:80",)),
     "allow_origin": ("https://a.b", ("https://a.b",)),
+    "models_dir": ("models", "models"),
+    "models_max": ("2", 2),
     "alias": ("m", "m"),
     "parallel": ("3", 3),
     "access_log": ("on", True),

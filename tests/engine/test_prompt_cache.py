@@ -22,9 +22,9 @@ from thermocline.convert.importer import pack
 from thermocline.engine import kv_cache, state_pool
 from thermocline.engine.engine import Engine
 from thermocline.engine.kv_cache import BLOCK
-from thermocline.engine.prompt_cache import PromptCache, PromptCacheSettings
-from thermocline.engine.prompt_cache_memory import KeptText, prompt_cache_bytes
-from thermocline.engine.prompt_files import PromptFiles
+from thermocline.engine.prompt_cache.cache import PromptCache, PromptCacheSettings
+from thermocline.engine.prompt_cache.files import PromptFiles
+from thermocline.engine.prompt_cache.memory import KeptText, prompt_cache_bytes
 from thermocline.errors import UsageError
 from thermocline.model.modes import PLAIN, CacheTypes, PromptCacheLimits
 from thermocline.pack.pack import Pack

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from logged import logged
 
-from thermocline.engine import prompt_files
-from thermocline.engine.prompt_files import PromptFiles
+from thermocline.engine.prompt_cache import files as prompt_files
+from thermocline.engine.prompt_cache.files import PromptFiles
 from thermocline.errors import BadFile, IOFailure, UsageError
 
 MODEL, OTHER = b"m" * 32, b"o" * 32

@@ -712,7 +712,8 @@ def public_functions(where: Any) -> set[str]:
     }
 
 
-ELSEWHERE = {"mixer_add", "per_layer_add"}  # tests/recurrent/test_mixers.py; twins
+# tests/recurrent/test_mixers.py, tests/model/test_embedding.py; twins
+ELSEWHERE = {"mixer_add", "hidden", "per_layer_add"}
 OPS = sorted(public_functions(reference) - PARTS - BINDERS - OF_MIXTURES - HINTS - ELSEWHERE)
 
 

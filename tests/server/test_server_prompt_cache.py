@@ -11,7 +11,7 @@ import pytest
 from conftest import Ran
 from serving import Served, served
 
-from thermocline.engine.prompt_files import MARKER
+from thermocline.engine.prompt_cache.files import MARKER
 
 TALK = [
     {"role": "user", "content": "Once upon a time there was a dog. " * 12},

@@ -303,7 +303,7 @@ def bytes_per_step(pack: Pack, sequences: int) -> float:
 
 
 def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
-    """The same code over the same slots. With several threads time decides who asks first."""
+    """The same code over the same slots."""
     pack, test = Pack.open(wide_pack), BenchTest(1, 0, 0, 40)
     feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
 
@@ -324,5 +324,7 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
         done = engine.session.store.counts()
         frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
         counts = replay(trace, engine.session.store.arrangement.bundles, frequency, "lfu")
-        assert (counts.needed.sum(), counts.missed.sum()) == (done.needed, done.missed)
+        assert counts.needed.sum() == done.needed
+        # Chunks that wait for a slot go on in the order in which reads end: 0.4 % more or fewer were seen.
+        assert abs(counts.missed.sum() - done.missed) <= 0.01 * done.missed
         assert 0.5 < counts.hit_rate < 0.95

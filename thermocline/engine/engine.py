@@ -21,7 +21,12 @@ from thermocline.engine.decoder import NO_STATES, begin, bind, for_context, forw
 from thermocline.engine.kv_cache import PLAIN, BlockTable, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PrefillBudget, chunk_for
-from thermocline.engine.prompt_cache import NO_PROMPTS, PromptCache, PromptCacheCounts, PromptCacheSettings
+from thermocline.engine.prompt_cache.cache import (
+    NO_PROMPTS,
+    PromptCache,
+    PromptCacheCounts,
+    PromptCacheSettings,
+)
 from thermocline.engine.request import Chunk, PoolingParams, Request, reading_for, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic

@@ -19,7 +19,7 @@ from thermocline.text.grammar import Constraint
 from thermocline.text.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from thermocline.engine.prompt_cache import Restore
+    from thermocline.engine.prompt_cache.cache import Restore
 
 # ---- results of a request
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from thermocline import _native
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, chunk_for
-from thermocline.engine.prompt_cache_memory import prompt_cache_bytes as prompt_cache_bytes
+from thermocline.engine.prompt_cache.memory import prompt_cache_bytes as prompt_cache_bytes
 from thermocline.engine.state_pool import reserved_bytes as state_bytes
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import SMALL

@@ -14,9 +14,9 @@ import thermocline
 from thermocline import _native
 from thermocline.engine.decoder import for_context, rope_tables
 from thermocline.engine.kv_cache import BLOCK
-from thermocline.engine.prompt_cache import PromptCacheSettings
-from thermocline.engine.prompt_cache_memory import KeptText
-from thermocline.engine.prompt_files import VERSION, PromptFiles
+from thermocline.engine.prompt_cache.cache import PromptCacheSettings
+from thermocline.engine.prompt_cache.files import VERSION, PromptFiles
+from thermocline.engine.prompt_cache.memory import KeptText
 
 if TYPE_CHECKING:
     from thermocline.model.modes import CacheTypes

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from thermocline.engine.engine import Counts
-from thermocline.engine.prompt_cache import PromptCacheCounts
+from thermocline.engine.prompt_cache.cache import PromptCacheCounts
 from thermocline.server.api.models.registered import RegisteredModel
 from thermocline.server.api.models.registry import Registry
 from thermocline.server.process.messages import Event, Failed, Finished, Token

@@ -1,6 +1,6 @@
 """A prompt cache on disk: writes what a `KVCache` names, and brings it back, both beside the engine's steps.
 
-It owns the threads. What a file is, `prompt_files` knows. All methods are for the engine's thread.
+It owns the threads. What a file is, `files` knows. All methods are for the engine's thread.
 
 **Written while it may be evicted.** The writer holds no block, so that no request waits for the disk. It
 copies a named place and then asks whether somebody took the place meanwhile (`NamedPlaces.unchanged`). If
@@ -26,8 +26,8 @@ import numpy as np
 
 from thermocline.engine.kv_cache import BlockTable, KVCache, Missing
 from thermocline.engine.named_places import NamedPlaces
-from thermocline.engine.prompt_cache_memory import NOTHING_KEPT, READERS, SECTION_BYTES, KeptText
-from thermocline.engine.prompt_files import PromptFiles
+from thermocline.engine.prompt_cache.files import PromptFiles
+from thermocline.engine.prompt_cache.memory import NOTHING_KEPT, READERS, SECTION_BYTES, KeptText
 from thermocline.errors import BadFile
 from thermocline.ops.interface import F16, F32, I32, U8, KVShape
 
