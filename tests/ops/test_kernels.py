@@ -699,6 +699,7 @@ HINTS = {
     "states",
     "bring",
     "chooser",
+    "mode",
 }  # compute nothing: test_disk.py, test_gpu.py
 
 
