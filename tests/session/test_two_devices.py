@@ -46,7 +46,8 @@ pytestmark = pytest.mark.oracle
 
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
 Making = Callable[..., Pack]
-SAME = 1e-10  # NMSE of sums that are added up in another order
+# NMSE of sums that are added up in another order: 1.4e-10 was seen where torch multiplies on Sapphire Rapids.
+SAME = 1e-9
 
 
 @pytest.fixture
