@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def test_a_restarted_server_computes_only_what_is_new(tmp_path: Path) -> None:
         found, cached = asked(s, more)
         assert found == want and cached >= 96
         s.until_idle()
-        m = s.metrics()
+        while (m := s.metrics())["thermocline_prompt_cache_restores_total"] < 1:  # with the next heartbeat
+            time.sleep(0.05)
         assert m["thermocline_prompt_cache_restores_total"] == 1
         assert m["thermocline_prompt_cache_restored_tokens_total"] == cached
         assert m["thermocline_prompt_cache_read_bytes_total"] > 0
