@@ -106,7 +106,7 @@ def test_sessions_stay_and_a_lost_replica_harms_its_own_alone(port: int) -> None
     streams = [Stream(port, body_of(n, tokens=TOKENS)) for n in range(STREAMS)]
     for stream in streams:
         assert stream.begun.wait(WAIT_S)
-    killed = streams[0].replica
+    killed = streams[-1].replica  # its last stream has the most before it
     os.kill(killed, signal.SIGKILL)
     for stream in streams:
         stream.thread.join()
