@@ -22,13 +22,19 @@ from thermocline.ops.cpu import CpuOps
 DIM = 4096
 
 
+def filled(nbytes: int) -> _native.Arena:
+    """Return weights of any format, with small scales and no infinities."""
+    arena = _native.Arena(nbytes)
+    fill = np.random.default_rng(0).integers(0, 60, 1 << 20, dtype=np.uint8)
+    for at in range(0, arena.nbytes, len(fill)):
+        arena.write(at, fill[: arena.nbytes - at])
+    return arena
+
+
 def measure(fmt: str, threads: int, neurons: int, isa: str) -> tuple[float, float, float]:
     """(gate, bundle, all) in GB/s: medians of 11."""
     row = quant.row_bytes(fmt, DIM)
-    arena = _native.Arena(3 * neurons * row)
-    fill = np.random.default_rng(0).integers(0, 60, 1 << 20, dtype=np.uint8)  # small scales, no infinities
-    for at in range(0, arena.nbytes, len(fill)):
-        arena.write(at, fill[: arena.nbytes - at])
+    arena = filled(3 * neurons * row)
     id_, bundle = quant.FORMATS[fmt].id, neurons * row
     gate = _native.Matrix(arena, 0, id_, neurons, DIM, row)
     up = _native.Matrix(arena, bundle, id_, neurons, DIM, 2 * row)

@@ -9,12 +9,17 @@ constexpr int kUnitTokens = 16;
 // Products that are on their way while one is scaled.
 constexpr size_t kUnitAhead = 4;
 
-// A block of kUnitTokens tokens. extra: AFFINE: - d * (sum of q). GROUPS_AFFINE: the sum of each half.
+// A block of kUnitTokens tokens. extra: as XTile's, of the kinds that have floats there.
 template <Kind KIND>
 struct UnitTile {
     static constexpr int extras = KIND == GROUPS_AFFINE ? 2 : KIND == AFFINE ? 1 : 0;
     int8_t q[kUnitTokens][32];
-    float d[1 + extras][kUnitTokens];  // d, extra
+    float d[1 + extras][kUnitTokens];                                              // d, extra
+    void put(size_t n, const int8_t* numbers, float scale, const int32_t* more) {  // token n's
+        memcpy(q[n], numbers, 32);
+        d[0][n] = scale;
+        for (int i = 0; i < extras; i++) memcpy(&d[1 + i][n], &more[i], 4);
+    }
 };
 
 struct alignas(64) UnitConfig {
@@ -85,13 +90,8 @@ struct UnitProduct {
             vf sum = vi_f32(vi_load(sums[0][n]));
             if constexpr (F::grouped)
                 sum = vfma(vi_f32(vi_load(sums[parts - 1][n])), real(s0 + 1), vmul(sum, real(s0)));
-            const vf d = vset1(x.d[0][n]);
-            lane[n] = vfma(sum, vmul(real(0), d), lane[n]);
-            if constexpr (F::kind == AFFINE) lane[n] = vfma(real(1), vset1(x.d[1][n]), lane[n]);
-            if constexpr (F::kind == GROUPS_AFFINE) {
-                const vf m = vfma(real(5), vset1(x.d[2][n]), vmul(real(4), vset1(x.d[1][n])));
-                lane[n] = vfma(m, vmul(real(1), vset1(-x.d[0][n])), lane[n]);
-            }
+            lane[n] = add_scaled<F::kind>(lane[n], sum, real, x.d[0][n],
+                                          [&](int i) TC_INLINED { return x.d[1 + i][n]; });
         }
     }
 };
@@ -143,23 +143,6 @@ template <class F>
 struct UnitGemm {
     using Tile = UnitTile<F::kind>;
     static size_t input_bytes(size_t cols) { return int_chunks(cols) * 16 * sizeof(Tile) / kUnitTokens; }
-    static void quantize(const float* x, size_t cols, size_t begin, size_t end, size_t n, uint8_t* out) {
-        const size_t chunks = int_chunks(cols), last = cols / 32;
-        for (size_t b = begin / 32; b < (end == cols ? chunks * 16 : end / 32); b++) {
-            alignas(64) int8_t q[32] = {0};
-            float d = 0;
-            int32_t sum = 0, half = 0;
-            if (b < last) x_quantize(x + 32 * b - begin, q, &d, &sum);
-            Tile* to = (Tile*)out + lane_slot(b, chunks);
-            memcpy(to->q[n], q, 32);
-            to->d[0][n] = d;
-            if constexpr (F::kind == AFFINE) to->d[1][n] = -(d * float(sum));
-            if constexpr (F::kind == GROUPS_AFFINE) {
-                for (int i = 0; i < 16; i++) half += q[i];
-                to->d[1][n] = float(half), to->d[2][n] = float(sum - half);
-            }
-        }
-    }
     // Token `from` of a tile becomes token `to` of another.
     static void copy(const uint8_t* tile, size_t from, uint8_t* out, size_t to, size_t cols) {
         const Tile* source = (const Tile*)tile;
@@ -214,7 +197,8 @@ static void unit_quantize(Format format, const float* x, size_t cols, size_t beg
         return avx512_kernels()->quantize(format, x, cols, begin, end, lanes, row_bytes, t, out);
     const size_t n = t % kUnitTokens;
     for_unit_format(format, [&](auto f) {
-        UnitGemm<decltype(f)>::quantize(x, cols, begin, end, n, out + (t - n) * row_bytes);
+        using Tile = UnitTile<decltype(f)::kind>;
+        Gemm<decltype(f)>::template quantize<Tile>(x, cols, begin, end, true, n, out + (t - n) * row_bytes);
     });
 }
 static void unit_copy_lanes(Format format, size_t cols, const uint8_t* all, size_t from, uint8_t* out,

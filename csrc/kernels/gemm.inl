@@ -234,7 +234,25 @@ struct XTile {
         memcpy(&f, &extra[i][t], 4);
         return f;
     }
+    void put(size_t n, const int8_t* numbers, float scale, const int32_t* more) {  // token n's
+        for (int k = 0; k < 8; k++) memcpy(&q[k][n], numbers + 4 * k, 4);
+        d[n] = scale;
+        for (int i = 0; i < extras; i++) extra[i][n] = more[i];
+    }
 };
+
+// What a block's product with a token adds to a lane of W rows. sum: of both halves, times their scales where
+// they have them. scale(f): as in a panel. d, extra(i): of the token, as XTile has them as floats.
+template <Kind KIND, class SCALE, class EXTRA>
+static TC_INLINE vf add_scaled(vf lane, vf sum, SCALE scale, float d, EXTRA extra) {
+    lane = vfma(sum, vmul(scale(0), vset1(d)), lane);
+    if constexpr (KIND == AFFINE) lane = vfma(scale(1), vset1(extra(0)), lane);
+    if constexpr (KIND == GROUPS_AFFINE) {
+        const vf m = vfma(scale(5), vset1(extra(1)), vmul(scale(4), vset1(extra(0))));
+        lane = vfma(m, vmul(scale(1), vset1(-d)), lane);
+    }
+    return lane;
+}
 
 // Integer sums of dwords [K0, K0 + steps) of a block's product with NT tokens.
 template <class DOT, int NT>
@@ -296,17 +314,10 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile<F::kind>* 
                     }
             }
             for (int v = 0; v < 2; v++)
-                for (int n = 0; n < NT; n++) {
-                    const float d = x[c].d[first + n];
-                    lane[v][n] = vfma(sum[v][n], vmul(real(0, v), vset1(d)), lane[v][n]);
-                    if constexpr (F::kind == AFFINE)
-                        lane[v][n] = vfma(real(1, v), vset1(x[c].real(0, first + n)), lane[v][n]);
-                    if constexpr (F::kind == GROUPS_AFFINE) {
-                        const vf m = vfma(real(5, v), vset1(x[c].real(XTile<F::kind>::extras - 1, first + n)),
-                                          vmul(real(4, v), vset1(x[c].real(0, first + n))));
-                        lane[v][n] = vfma(m, vmul(real(1, v), vset1(-d)), lane[v][n]);
-                    }
-                }
+                for (int n = 0; n < NT; n++)
+                    lane[v][n] = add_scaled<F::kind>(
+                        lane[v][n], sum[v][n], [&](int f) TC_INLINED { return real(f, v); },
+                        x[c].d[first + n], [&](int i) TC_INLINED { return x[c].real(i, first + n); });
         }
         tree.add(i, lane);
     }
@@ -387,6 +398,8 @@ struct Gemm<FormatBlocks<BLOCK>> {
         else
             memcpy(out, real + 1, 8);
     }
+    // TILE: of lanes.
+    template <class TILE = Tile>
     static void quantize(const float* x, size_t cols, size_t begin, size_t end, bool lanes, size_t n,
                          uint8_t* out) {
         const size_t chunks = int_chunks(cols), last = cols / 32;
@@ -397,10 +410,7 @@ struct Gemm<FormatBlocks<BLOCK>> {
             if (b < last) x_quantize(x + 32 * b - begin, q, &d, &sum);
             extras(q, d, sum, lanes, extra);
             if (lanes) {
-                Tile* to = (Tile*)out + lane_slot(b, chunks);
-                for (int k = 0; k < 8; k++) memcpy(&to->q[k][n], q + 4 * k, 4);
-                to->d[n] = d;
-                for (int i = 0; i < Tile::extras; i++) to->extra[i][n] = extra[i];
+                ((TILE*)out + lane_slot(b, chunks))->put(n, q, d, extra);
                 continue;
             }
             XChunk* chunk = (XChunk*)out + b / 16;

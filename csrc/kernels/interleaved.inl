@@ -117,6 +117,7 @@ struct BlockSums {
     TC_INLINE vf scaled(int g, int n, const vf* scale, vf lane) const {
         const float d = chunk(n)->d[at];
         const int32_t extra = chunk(n)->extra[at];
+        auto of = [&](int f) TC_INLINED { return scale[f]; };
         const vi *lo = &s[0][g][n], *hi = &s[parts - 1][g][n];
         if constexpr (F::grouped) {
             const int32_t halves[2] = {int16_t(extra), extra >> 16};
@@ -125,22 +126,15 @@ struct BlockSums {
                 return vi_f32(F::kind == GROUPS ? vi_sub(sum, vi_set1(F::added * halves[half])) : sum);
             };
             const vf sum = vfma(part(*hi, 1), scale[s0 + 1], vmul(part(*lo, 0), scale[s0]));
-            lane = vfma(sum, vmul(scale[0], vset1(d)), lane);
-            if constexpr (F::kind == GROUPS_AFFINE) {
-                const vf m = vfma(scale[5], vset1(float(halves[1])), vmul(scale[4], vset1(float(halves[0]))));
-                lane = vfma(m, vmul(scale[1], vset1(-d)), lane);
-            }
-            return lane;
+            return add_scaled<F::kind>(lane, sum, of, d, [&](int i) TC_INLINED { return float(halves[i]); });
         }
         vi sum = parts == 2 ? vi_add(*lo, *hi) : *lo;
         if constexpr (F::kind == OFFSET) sum = vi_add(sum, vi_set1(extra));
-        lane = vfma(vi_f32(sum), vmul(scale[0], vset1(d)), lane);
-        if constexpr (F::kind == AFFINE) {
+        return add_scaled<F::kind>(lane, vi_f32(sum), of, d, [&](int) TC_INLINED {
             float m;
             memcpy(&m, &extra, 4);
-            lane = vfma(scale[1], vset1(m), lane);
-        }
-        return lane;
+            return m;
+        });
     }
 };
 

@@ -50,10 +50,9 @@ struct Matrix {
 };
 
 // Activations as matmul wants them, made by `quantize`: `row_bytes` per token. Two arrangements: rows for few
-// tokens (kernels.inl; for float formats the f32 row itself), and for many `lanes` (gemm.inl), tile_tokens of
-// them interleaved dword by dword, so that memory for whole tiles is needed. The results are the same bits.
-// Up to kFewTokens a row is multiplied with all of them as it is stored; from more on, unpacking rows into
-// panels pays.
+// tokens (kernels.inl; for float formats the f32 row itself), and `lanes` for many (gemm.inl, amx.inl): tiles
+// of tile_tokens, so that memory for whole tiles is needed. The results are the same bits. Up to kFewTokens a
+// row is multiplied with all of them as it is stored; from more on, unpacking rows into panels pays.
 constexpr size_t kFewTokens = 4;
 struct Input {
     const uint8_t* data;
