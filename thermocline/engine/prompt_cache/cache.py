@@ -80,11 +80,6 @@ class _Array:
     bytes: U8  # [places, bytes of one]
     shape: KVShape | None = None  # of pages
 
-    def rows(self, place: int) -> I32:
-        """Return the rows that a block has, one for each head, or a slot."""
-        one = np.array([place], np.int32)
-        return one if self.shape is None else self.shape.places(one)[:, 0]
-
     @cached_property
     def nbytes(self) -> int:
         """Return the bytes of one block or slot."""
@@ -111,26 +106,37 @@ class _Part:
     def sizes(self) -> list[int]:
         return [sum(array.nbytes for array in section) for section in self.sections]
 
+    @cached_property
+    def _shapes(self) -> set[KVShape | None]:
+        return {array.shape for section in self.sections for array in section}
+
+    def _rows(self, place: int) -> dict[KVShape | None, I32]:
+        """Return the rows of a block, one for each head, or of a slot: once for all layers of a shape."""
+        one = np.array([place], np.int32)
+        return {shape: one if shape is None else shape.places(one)[:, 0] for shape in self._shapes}
+
     def put(self, place: int, found: Iterable[memoryview]) -> None:
         """Copy sections to a block or a slot."""
+        rows = self._rows(place)
         for section, data in zip(self.sections, found, strict=True):
-            at = 0
-            for a in section:
-                a.bytes[a.rows(place)] = np.frombuffer(data, np.uint8, a.nbytes, at).reshape(
-                    -1, a.bytes.shape[1]
-                )
-                at += a.nbytes
+            for a, part in _split(section, np.frombuffer(data, np.uint8)):
+                a.bytes[rows[a.shape]] = part
 
     def got(self, place: int, buffer: U8) -> Iterator[memoryview]:
         """Yield the sections of a block or a slot, in `buffer`, which the next one overwrites."""
-        for section in self.sections:
-            at = 0
-            for a in section:
-                a.bytes.take(
-                    a.rows(place), 0, buffer[at : at + a.nbytes].reshape(-1, a.bytes.shape[1]), "clip"
-                )
-                at += a.nbytes
-            yield buffer.data[:at]
+        rows = self._rows(place)
+        for section, size in zip(self.sections, self.sizes, strict=True):
+            for a, part in _split(section, buffer[:size]):
+                a.bytes.take(rows[a.shape], 0, part, "clip")
+            yield buffer.data[:size]
+
+
+def _split(section: Iterable[_Array], data: U8) -> Iterator[tuple[_Array, U8]]:
+    """Yield each array of a section with its part of the section's bytes, [rows, bytes of one]."""
+    at = 0
+    for array in section:
+        yield array, data[at : at + array.nbytes].reshape(-1, array.bytes.shape[1])
+        at += array.nbytes
 
 
 def _flat(x: F16 | F32 | U8) -> U8:
@@ -220,9 +226,9 @@ class PromptCache:
         """Name what was read. Where a file was bad, give back the rest: the table has what memory holds."""
         self._restores.remove(restore)
         self._read.clear()
-        bad = {(one.place, one.name) for one in restore.bad}
+        bad = set(restore.bad)
         for one in restore.missing:
-            if (one.place, one.name) not in bad:
+            if one not in bad:
                 one.places.publish(one.place, one.name)
         if bad:
             for one in restore.bad:
