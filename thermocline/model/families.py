@@ -88,7 +88,7 @@ def _with_pooling(
         spec = replace(spec, score_tokens=modules.score_tokens)
         check_spec(spec, name)
         return spec, tensor_map
-    return pooling.yes_or_no(spec) if pooling.called_qwen_reranker(*called) else spec, tensor_map
+    return pooling.yes_or_no(spec, *called), tensor_map
 
 
 def read_config_json(path: Path) -> Json:

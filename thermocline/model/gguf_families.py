@@ -456,7 +456,7 @@ def _with_pooling(
         modules = pooling.Modules(_POOLINGS[kind], unit_vectors=True)
         return pooling.embedding(spec, tensor_map, modules, {}, k.name)
     names = (k.raw(f"general.{part}") for part in ("name", "basename"))
-    return pooling.yes_or_no(spec) if pooling.called_qwen_reranker(*names) else spec, tensor_map
+    return pooling.yes_or_no(spec, *names), tensor_map
 
 
 def _called_relu(k: GGUFKeys) -> bool:

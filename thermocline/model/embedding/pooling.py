@@ -153,12 +153,8 @@ def _matryoshka(config: Json, spec: ModelSpec, name: str) -> tuple[int, ...] | N
     return tuple(sorted(set(dims)))
 
 
-def called_qwen_reranker(*names: Any) -> bool:
-    """Return whether a name is that of Qwen3-Reranker."""
-    return any(_QWEN_RERANKER.search(n) for n in names if isinstance(n, str))
-
-
-def yes_or_no(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of Qwen3-Reranker, whose files do not say which tokens are its answer."""
+def yes_or_no(spec: ModelSpec, *names: Any) -> ModelSpec:
+    """Return the spec with Qwen3-Reranker's tokens for yes and no, if one of a model's names is its."""
+    called = any(_QWEN_RERANKER.search(n) for n in names if isinstance(n, str))
     fits = not spec.embeds and max(QWEN_YES_NO) < spec.vocab_size
-    return replace(spec, score_tokens=QWEN_YES_NO) if fits else spec
+    return replace(spec, score_tokens=QWEN_YES_NO) if called and fits else spec
