@@ -75,11 +75,8 @@ class EngineOptions:
                 f"{asked} with --gpu {self.gpu}: a GPU's keys and values are kept only in its own memory; "
                 "leave one of them out"
             )
-        lossy = {
-            "--sparsity predict": self.sparsity == "predict",
-            "--read-budget": self.read_budget is not None,
-        }
-        for flag in (flag for flag, given in lossy.items() if given and self.prompt_cache_dir is not None):
+        if self.prompt_cache_dir is not None and (self.sparsity == "predict" or self.read_budget is not None):
+            flag = "--sparsity predict" if self.sparsity == "predict" else "--read-budget"
             raise UsageError(
                 f"{asked} with {flag}: keys and values of such answers are not exact, and other sessions "
                 "would take them; leave one of them out"
