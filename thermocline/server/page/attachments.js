@@ -10,7 +10,7 @@ const CONTROL = /[\0-\x08\x0e-\x1a\x1c-\x1f]/; // characters that text does not 
 let files = []; // {name, text, size}
 
 /** Returns a file's text; throws, saying why, if it is none. */
-export async function textOf(file) {
+async function textOf(file) {
   if (file.size > MOST_BYTES) throw new Error(`has ${bytes(file.size)}; at most ${bytes(MOST_BYTES)} fit`);
   const data = new Uint8Array(await file.arrayBuffer());
   const wide = { "255,254": "utf-16le", "254,255": "utf-16be" }[data.slice(0, 2).join()];

@@ -3,7 +3,7 @@
 import { button, copyButton, el } from "./dom.js";
 
 /** Returns arguments as they are read best: JSON in lines, or the text if it is none. */
-export function pretty(text) {
+function pretty(text) {
   try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
 }
 

@@ -103,16 +103,15 @@ function checked(c, id) {
 
 const text = (x) => (typeof x === "string" ? x : "");
 const list = (x) => (Array.isArray(x) ? x : []);
-const texts = (keys) => (x) => x !== null && keys.every((key) => typeof x?.[key] === "string");
-
+const hasTexts = (keys) => (x) => x !== null && keys.every((key) => typeof x?.[key] === "string");
 const only = (x, ...keys) => Object.fromEntries(keys.map((key) => [key, x[key]]));
 
 function checkedMessage(m) {
   const { role, content, timings } = m;
   const numbers = Object.entries(timings ?? {}).filter(([, value]) => Number.isFinite(value));
   const known = ["thought", "finish", "model", "call"].filter((key) => typeof m[key] === "string");
-  const calls = list(m.calls).filter(texts(["id", "name", "arguments"]));
-  const files = list(m.files).filter(texts(["name", "text"]));
+  const calls = list(m.calls).filter(hasTexts(["id", "name", "arguments"]));
+  const files = list(m.files).filter(hasTexts(["name", "text"]));
   return {
     role,
     content,
