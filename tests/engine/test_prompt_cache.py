@@ -349,7 +349,7 @@ def test_a_block_that_is_taken_while_it_is_written_is_not_kept(
 def test_of_a_text_larger_than_the_limit_the_beginning_stays(
     lab: Lab, tmp_path: Path, ending: Callable[[Engine], Engine]
 ) -> None:
-    one = native_lab().engine().kv.nbytes // 64 // 1  # of a block, with its header: at most two of these
+    one = lab.engine().kv.nbytes // 64  # of a block, with its header: at most two of these
     first = lab.engine(prompts=on_disk(tmp_path, limit=4 * one))
     run(first, first.submit(SYSTEM, SHORT))
     first.close()
