@@ -257,6 +257,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_it_and_a_killed_one_leaves_whole_files(tmp_path: Path) -> None:
     """One writes until it is killed; others read, write and evict meanwhile. Nothing found is wrong."""
     where = tmp_path / "shared"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx2
 from scripted import Scripted
 
 # Each message as its role, its thought, its text and its calls, so that a prompt tells what it was made of.
@@ -27,6 +28,12 @@ CALL = '<tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 def prompt(puppet: Scripted) -> str:
     """Return the last prompt as text."""
     return puppet.model.tokenizer.decode(puppet.engine.prompts[-1])
+
+
+def first_stream(ask: Callable[[], httpx2.Response]) -> str:
+    """Return the first answer that is a stream: a busy machine uses up a request's time before it begins."""
+    answers = (ask() for _ in range(20))
+    return next(a.text for a in answers if a.headers["content-type"].startswith("text/event-stream"))
 
 
 def sent_events(text: str) -> Iterator[dict[str, Any]]:

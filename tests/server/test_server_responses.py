@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from agent_shapes import CALL, PARAMETERS, SHOWN, prompt, sent_events
+from agent_shapes import CALL, PARAMETERS, SHOWN, first_stream, prompt, sent_events
 from logged import logged
 from scripted import FIGURES, Scripted, scripted
 
@@ -258,7 +258,7 @@ def test_an_engine_that_fails_ends_the_stream_in_failed(
 def test_a_stream_that_takes_too_long_ends_in_an_error() -> None:
     with scripted(template=SHOWN, limits=ServerLimits(limit_request_s=0.3)) as made:
         made.engine.endless = True
-        *_, last = sent_events(post(made, stream=True).text)
+        *_, last = sent_events(first_stream(lambda: post(made, stream=True)))
         assert (last["type"], last["code"]) == ("error", "504") and "0.3 s" in last["message"]
         with (
             openai.OpenAI(base_url=f"{made.url}/v1", api_key="any", max_retries=0) as client,
