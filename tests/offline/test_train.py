@@ -235,7 +235,12 @@ def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
     begun = []
 
     def slow(
-        a: LayerSamples, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
+        a: LayerSamples,
+        rank: int,
+        seed: int,
+        threads: int,
+        step: Callable[[], None] = lambda: None,
+        device: str = "cpu",
     ) -> None:
         begun.append(rank)
         for _ in range(100):

@@ -50,6 +50,6 @@ def workers_of(o: FannedOut) -> Iterator[Workers | None]:
         from thermocline.cluster.processes import LocalProcesses
 
         assert o.processes is not None
-        yield LocalProcesses(o.processes, o.threads if o.threads > 0 else hardware.default_threads())
+        yield LocalProcesses(o.processes, hardware.threads_for(o.threads))
     else:
         yield None

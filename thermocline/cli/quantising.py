@@ -34,7 +34,7 @@ def quantise(o: PackOptions) -> int:
     from thermocline.quantise import importance
 
     check_target(Path(os.path.realpath(o.output)), o.force)
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    threads = hardware.threads_for(o.threads)
     begin = time.perf_counter()
     with ProgressBar(quiet=o.quiet) as progress, _source(o, progress) as pack:
         known = {} if o.importance is None else importance.read(Path(o.importance), pack.spec)

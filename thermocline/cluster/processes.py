@@ -59,9 +59,8 @@ class LocalProcesses:
             raise IOFailure(
                 "a worker process was killed, maybe for its memory; use fewer --processes or less --ram"
             ) from None
-        except (
-            BaseException
-        ):  # an error, Ctrl-C, a closed generator: nobody wants the shards that are running
+        except BaseException:
+            # An error, Ctrl-C, a closed generator: nobody wants the shards that are running.
             for process in set(multiprocessing.active_children()) - before:
                 process.terminate()
             raise
@@ -70,9 +69,8 @@ class LocalProcesses:
 
 
 def _begin(work: DividedWork[Any, Any], threads: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all of them; the first process ends the others
+    # Ctrl-C reaches all of them; the first process ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worker = ShardWorker(threads, Origin.here())
     _here.append(partial(worker.run, work))

@@ -222,6 +222,11 @@ def default_threads() -> int:
     return cores().threads
 
 
+def threads_for(asked: int) -> int:
+    """Return the threads that a command asks for, or with 0 the default."""
+    return asked if asked > 0 else default_threads()
+
+
 def threads_beside_gpu() -> int:
     """Return the threads that compute beside a GPU: one core queues and waits, one is the driver's.
 

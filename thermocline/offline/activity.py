@@ -48,7 +48,7 @@ _SUM_ROWS = 128  # rows of 0 and 1 whose sums fit in a byte
 class Sampled:
     """Samples of k tokens in one layer, in the pack's order of neurons."""
 
-    layer: int  # of those with an FFN, the how manieth
+    layer: int  # its number among the layers with an FFN
     input: F16  # [k, dim]
     sizes: I64  # [k]: active neurons of each token
     index: I32  # [nnz]: their positions, ascending within a token
@@ -128,7 +128,7 @@ class ActivityCounts:
 
 
 class ActivityRecorder(CpuOps):
-    """The native ops. They show counts each FFN's activations."""
+    """The native ops. They pass each FFN's activations to `counts`."""
 
     def __init__(self, threads: int, counts: ActivityCounts) -> None:
         super().__init__(threads)

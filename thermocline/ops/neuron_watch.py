@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LayerActivations:
     """An FFN's input and neurons in a step."""
 
-    index: int  # of the step's FFNs, the how manieth
+    index: int  # its number among the step's FFNs
     h: F32  # [tokens, dim], the stream that `ffn_add` read, before the norm
     values: F32  # [tokens, experts * neurons], what down is multiplied with, before a sub-norm and shares
 

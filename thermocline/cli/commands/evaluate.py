@@ -104,7 +104,7 @@ def evaluate(o: EvalOptions) -> int:
     from thermocline.machine import hardware
     from thermocline.ops.interface import FFNStats
 
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    threads = hardware.threads_for(o.threads)
     _check_divided(o)
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
         sides = _sides(o, progress)

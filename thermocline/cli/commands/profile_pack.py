@@ -92,7 +92,9 @@ def profile(o: ProfileOptions) -> int:
         profile_plot.check(plot)
     check_on_cpu(o)
     if o.workers > 1 and is_divided(o):
-        raise UsageError(f"--workers {o.workers}: work beside each other in one process; leave it out")
+        raise UsageError(
+            f"--workers {o.workers}: is for one process, not beside --processes or --ray; leave it out"
+        )
     with ProgressBar(quiet=o.quiet) as progress, ExitStack() as stack:
         request = profile_request(o)
         n, text = request.samples, request.corpus
@@ -159,7 +161,7 @@ def profile_request(o: ProfileOptions) -> ProfileJob:
     else:
         text = corpus.random_corpus(pack, max(UNIT, o.tokens), context, UNIT)
     samples = profiler.default_samples(pack.spec) if o.samples < 0 else o.samples
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    threads = hardware.threads_for(o.threads)
     return profiler.ProfileJob(
         pack=pack,
         corpus=text,

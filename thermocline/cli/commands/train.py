@@ -187,7 +187,7 @@ def train_request(o: TrainOptions) -> TrainJob:
         max_kld=o.max_kld,
         max_ppl=o.max_ppl,
         seed=o.seed,
-        threads=o.threads if o.threads > 0 else hardware.default_threads(),
+        threads=hardware.threads_for(o.threads),
         minutes=o.minutes,
         texts=_to_measure_on(pack, o.text, context, o.limit),
         own=o.text is None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,11 +56,12 @@ def ceilings(
     """
     work = PlayedLayers(found.experts, tuple(policies), batch)
     layers = [(chosen, None if likely is None else likely[i]) for i, chosen in enumerate(found.chosen)]
-    found_by_layer = map(work.play, layers) if across is None else across.map(work, layers, 0)
+    local: Generator[LayerPlayed] = (work.play(layer) for layer in layers)
     played_layers: list[LayerPlayed] = []
-    for layer in found_by_layer:
-        played_layers.append(layer)
-        progress(len(played_layers), len(layers))
+    with contextlib.closing(local if across is None else across.map(work, layers, 0)) as found_by_layer:
+        for layer in found_by_layer:
+            played_layers.append(layer)
+            progress(len(played_layers), len(layers))
     needed, tokens = sum(x.needed for x in played_layers), played_layers[0].steps * batch
     rows = []
     for i, (held, policy) in enumerate(itertools.product(SHARES, policies)):

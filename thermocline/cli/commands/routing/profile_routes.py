@@ -117,7 +117,7 @@ def _job(o: ProfileOptions, model: StoredModel) -> RouteJob:
         )
     else:
         text = corpus.random_corpus(model, max(2, o.tokens), context, 1)
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    threads = hardware.threads_for(o.threads)
     options = EngineOptions(context=context, max_batch=1, threads=threads, ram=o.ram, gpu=o.gpu, vram=o.vram)
     return RouteJob(model, text, options)
 

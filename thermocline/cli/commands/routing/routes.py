@@ -101,7 +101,7 @@ def decoded(model: StoredModel, o: Decoding, progress: ProgressBar) -> Choices:
     from thermocline.session.options import EngineOptions
 
     check_routed(model.spec)
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    threads = hardware.threads_for(o.threads)
     test = benchmark.Test(threads, o.depth, 0, o.tokens)
     benchmark.check_context(model.spec, [test])
     feed = benchmark.feed_of(model, [test], o.text, o.seed)
