@@ -18,7 +18,7 @@ from thermocline.server.api.models.registry import Registry
 from thermocline.server.api.models.served import ServedModel
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process import engine_process
-from thermocline.server.process.engine_process import EngineCrashed, EngineProcess
+from thermocline.server.process.engine_process import WRITE_S, EngineCrashed, EngineProcess
 from thermocline.session.options import EngineOptions, ModelOptions
 
 
@@ -55,11 +55,12 @@ def told(
     most: int = 9,
     drain_s: float = 60.0,
     default: str | None = None,
+    prompts: Path | None = None,
 ) -> None:
     """Tell the story of a registry with so many bytes for models."""
 
     async def main() -> None:
-        options = EngineOptions(ram=(budget + MIB) / 2**30)
+        options = EngineOptions(ram=(budget + MIB) / 2**30, prompt_cache_dir=prompts)
         how = Loading(options, {}, 60.0, drain_s, beside=MIB, most=most)
         registry = Registry(how, directory, ModelOptions(model=default))
         registry.start()
@@ -129,6 +130,25 @@ def test_the_least_recently_used_makes_room_and_one_that_works_comes_last(
         assert machine.most_taken == 2 * MIB and r.held_bytes == 2 * MIB
 
     told(story, models, 2 * MIB)
+
+
+def test_a_model_that_makes_room_has_time_to_write_its_prompts(
+    machine: Machine, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    unload = LoadingEngine.unload
+
+    def noted(self: LoadingEngine, grace_s: float) -> Awaitable[None]:
+        given.append(grace_s)
+        return unload(self, grace_s)
+
+    async def story(r: Registry) -> None:
+        await used(r, "a")
+        await used(r, "b")
+        assert given == [WRITE_S]
+
+    monkeypatch.setattr(LoadingEngine, "unload", noted)
+    told(story, models, MIB, prompts=tmp_path)
 
 
 def test_a_count_bounds_models_too_and_a_large_one_unloads_several(machine: Machine, models: Path) -> None:

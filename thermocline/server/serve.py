@@ -19,6 +19,7 @@ from thermocline.server.http import server as http
 from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import return_memory
+from thermocline.server.process.engine_process import grace_of
 from thermocline.session.session import budget_for
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from thermocline.session.options import EngineOptions, ModelOptions
 
 MOST_GIB = 1e6  # the budget where nobody knows what is free
-STOP_S = 0.3  # time for engines to end by themselves before their processes are killed
-WRITE_S = 10.0  # the same, where it has to write the rest of a prompt cache; a killed one leaves whole files
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def serve(
         finally:
             if watching is not None:
                 watching.cancel()
-            await models.stop(STOP_S if options.prompt_cache_dir is None else WRITE_S)
+            await models.stop(grace_of(options))
 
     try:
         models, _, app = assembled(files, options, settings, lifespan, progress)

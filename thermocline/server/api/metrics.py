@@ -102,7 +102,7 @@ def routes(metrics: Metrics) -> list[Route]:
     return [Route("/metrics", answer, methods=["GET"])]
 
 
-def _prompt_cache(c: PromptCacheCounts | None) -> dict[str, tuple[str, float]]:
+def _prompt_cache(c: PromptCacheCounts | None) -> Values:
     """Return the counters of the prompt cache on disk; none where there is none."""
     if c is None:
         return {}

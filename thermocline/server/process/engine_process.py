@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 STALE_S = 10.0  # without a heartbeat the engine counts as not ready, unless its steps take longer
 WATCH_S = 1.0  # between two checks for silence
+STOP_S = 0.3  # time for an engine to end by itself before its process is killed
+WRITE_S = 10.0  # the same, where it has to write the rest of a prompt cache; a killed one leaves whole files
 CRASHES = 3  # in a row with nothing to compute: the engine is given up
 
 
@@ -62,6 +64,11 @@ class EngineCrashed(ThermoclineError):
 
 
 _OWN = {kind.__name__: kind for kind in (EngineCrashed, CrashesEngine)}
+
+
+def grace_of(options: EngineOptions) -> float:
+    """Return the time for an engine with these options to end by itself, in seconds."""
+    return STOP_S if options.prompt_cache_dir is None else WRITE_S
 
 
 class Jobs:

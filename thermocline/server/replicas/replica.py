@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from thermocline.errors import ThermoclineError
 from thermocline.server.api.app import methods_of
 from thermocline.server.http.guard import Access, Guard, Message, Scope
-from thermocline.server.serve import STOP_S, ServerOptions, assembled
+from thermocline.server.process.engine_process import grace_of
+from thermocline.server.serve import ServerOptions, assembled
 from thermocline.session.options import EngineOptions, ModelOptions
 
 POLL_S = 0.05
@@ -29,6 +30,7 @@ class Replica:
 
     def __init__(self, o: ReplicaOptions) -> None:
         self.models, self.api, app = assembled(o.files, o.engine, o.server)
+        self._grace_s = grace_of(o.engine)
         assert self.models.default is not None, "a replica has one model"
         self.engine = self.models.default.engine
         # The front has checked who asks and from where. Here the body is bounded and parsed again, and the
@@ -78,5 +80,5 @@ class Replica:
             await asyncio.wait({task})
 
     async def stop(self) -> None:
-        await self.models.stop(STOP_S)
+        await self.models.stop(self._grace_s)
         self.models.close()

@@ -22,13 +22,13 @@ from thermocline.server.api.models.catalogue import ModelFiles, models_in
 from thermocline.server.api.models.registered import Loading, RegisteredModel
 from thermocline.server.api.models.served import ServedModel
 from thermocline.server.http.refusal import Refusal
+from thermocline.server.process.engine_process import grace_of
 from thermocline.server.process.messages import Event
 from thermocline.session.options import ModelOptions
 
 log = logging.getLogger(__name__)
 
 OPENING_BYTES = 128 << 20  # of a process that looks at a model, beside those that are loaded
-GRACE_S = 0.3  # time for an engine to end by itself before its process is killed
 _MOST_NAMED = 30  # names in an error
 
 
@@ -320,7 +320,7 @@ class Registry:
                 m.state = "loaded"  # requests that came for it meanwhile are in the queue
             raise
         self.unloads += 1
-        await self._unload(m, GRACE_S)
+        await self._unload(m, grace_of(self._how.options))
         log.info(f"{m.name}: unloaded")
 
     # ---- the end
