@@ -64,6 +64,7 @@ def deploy(o: DeploymentOptions) -> None:
     limits = o.replica.server.limits
     serve.start(http_options={"host": o.host, "port": o.port})
     ongoing = o.replica.engine.max_batch + limits.limit_queue
+    slots = o.replicas * ongoing
     memory = {"memory": o.ram_bytes} if o.ram_bytes else {}
     replicas = serve.deployment(
         ReplicaDeployment,
@@ -78,11 +79,10 @@ def deploy(o: DeploymentOptions) -> None:
     front = serve.deployment(
         serve.ingress()(FrontDeployment),
         name="front",
-        max_ongoing_requests=o.replicas * ongoing + limits.limit_connections,
+        max_ongoing_requests=slots + limits.limit_connections,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=limits.limit_grace_s,
     )
-    slots = o.replicas * ongoing
     try:
         serve.run(front.bind(replicas.bind(o.replica), o.access, limits, slots), name=APP, route_prefix="/")
     except RuntimeError as e:

@@ -13,8 +13,6 @@ from thermocline.server.process.engine_process import grace_of
 from thermocline.server.serve import ServerOptions, assembled
 from thermocline.session.options import EngineOptions, ModelOptions
 
-POLL_S = 0.05
-
 
 @dataclass(frozen=True)
 class ReplicaOptions:
@@ -41,9 +39,7 @@ class Replica:
     async def start(self) -> None:
         """Wait until the model is loaded. Raises the error of an engine that cannot be started."""
         self.models.start()
-        while self.engine.state in ("starting", "loading"):
-            await asyncio.sleep(POLL_S)
-        self.check()
+        await self.engine.until(lambda: self.engine.state == "ready")
 
     def check(self) -> None:
         """Raise ThermoclineError if this engine answers nobody any more."""
