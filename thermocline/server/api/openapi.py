@@ -186,13 +186,12 @@ def _bound(kinds: dict[str, Any], limits: ServerLimits, vocabulary: int | None) 
     chat["top_logprobs"]["maximum"] = limits.limit_top_logprobs
     completion = kinds["CompletionRequest"]["properties"]
     completion["logprobs"]["maximum"] = limits.limit_top_logprobs
-    for way in completion["prompt"]["anyOf"]:
-        if way.get("items", {}).get("type") in ("string", "array"):
-            way["maxItems"] = limits.limit_choices
     kinds["RerankRequest"]["properties"]["documents"]["maxItems"] = limits.limit_inputs
-    for way in kinds["EmbeddingsRequest"]["properties"]["input"]["anyOf"]:
-        if way.get("items", {}).get("type") in ("string", "array"):
-            way["maxItems"] = limits.limit_inputs
+    inputs = kinds["EmbeddingsRequest"]["properties"]["input"]
+    for field, most in ((completion["prompt"], limits.limit_choices), (inputs, limits.limit_inputs)):
+        for way in field["anyOf"]:
+            if way.get("items", {}).get("type") in ("string", "array"):
+                way["maxItems"] = most
     for kind, names in _LISTS_OF_AGENTS.items():
         for name, limit in names.items():
             kinds[kind]["properties"][name]["maxItems"] = getattr(limits, limit)
