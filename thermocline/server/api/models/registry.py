@@ -101,10 +101,10 @@ class Registry:
                 self._update(await asyncio.to_thread(models_in, self.directory))
 
     def _update(self, found: dict[str, ModelFiles]) -> None:
-        paths = {m.found.path for m in [self.default] if m is not None and m.found is not None}
+        default = self.default
         for name, about in found.items():
-            if about.path in paths and self.default is not None:
-                self._renew(self.default, about)
+            if default is not None and default.found is not None and default.found.path == about.path:
+                self._renew(default, about)
             elif name in self.models:
                 self._renew(self.models[name], about)
             else:
