@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from scripted import ScriptedEngine
 from serving import TEMPLATE
 
@@ -18,6 +19,7 @@ from thermocline.files.small_files import FilesOfDirectory
 from thermocline.llm import BUNDLED
 from thermocline.offline.quick_bench import QuickBench
 from thermocline.pack.pack import Pack
+from thermocline.server.api.models import registered
 from thermocline.server.process.engine_process import EngineProcess, Jobs
 from thermocline.server.process.messages import Load, LoadProgress, MemoryNeeded, ModelOpened, Ready, Stop
 
@@ -117,3 +119,11 @@ class LoadingEngine(ScriptedEngine):
 
     async def stop(self, grace_s: float = 2.0) -> None:
         await EngineProcess.stop(self, grace_s)
+
+
+def new_machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Return a machine for one test, whose models' engines are `LoadingEngine`."""
+    machine = Machine()
+    monkeypatch.setattr("several.MACHINE", machine)
+    monkeypatch.setattr(registered, "EngineProcess", LoadingEngine)
+    return machine

@@ -18,15 +18,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import several
 import tiny
 from serving import Served, served
-from several import MIB, LoadingEngine, Machine
+from several import MIB, LoadingEngine, Machine, new_machine
 from test_server_benchmark import bench
 
 from thermocline import LLM, SamplingParams
 from thermocline.llm import BUNDLED, opened_model
-from thermocline.server.api.models import registered
 from thermocline.server.api.models.catalogue import models_in
 from thermocline.server.http.limits import ServerLimits
 from thermocline.session.options import EngineOptions, ModelOptions
@@ -48,9 +46,7 @@ STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/mess
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(several, "MACHINE", Machine())
-    monkeypatch.setattr(registered, "EngineProcess", LoadingEngine)
-    return several.MACHINE
+    return new_machine(monkeypatch)
 
 
 @pytest.fixture
@@ -58,7 +54,7 @@ def server(machine: Machine, tmp_path: Path) -> Iterator[Served]:
     """Models a and b, with memory for one of them."""
     for name in "ab":
         (tmp_path / f"{name}.gguf").write_bytes(bytes(5))
-    ram = (several.MIB + 128 * MIB) / 2**30
+    ram = (MIB + 128 * MIB) / 2**30
     with served(ServerLimits(limit_ping_s=0.05), directory=tmp_path, models_max=4, ram=ram) as made:
         yield made
 

@@ -10,16 +10,14 @@ from typing import Any
 
 import httpx2
 import pytest
-import several
 from browsing import Tab, chromium, tab
 from payloads import PAYLOADS
 from scripted import Scripted, scripted
 from serving import Served, served
-from several import LoadingEngine, Machine
+from several import MIB, Machine, new_machine
 from test_server_benchmark import bench
 
 from thermocline.server.api.benchmark import report
-from thermocline.server.api.models import registered
 from thermocline.server.page import assets
 
 pytestmark = pytest.mark.oracle
@@ -758,9 +756,7 @@ def test_exported_conversations_can_be_imported_and_other_files_cannot(shown: Ta
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Engines that answer with their model's name, and load as it says."""
-    monkeypatch.setattr(several, "MACHINE", Machine())
-    monkeypatch.setattr(registered, "EngineProcess", LoadingEngine)
-    return several.MACHINE
+    return new_machine(monkeypatch)
 
 
 @pytest.fixture
@@ -768,7 +764,7 @@ def directory(machine: Machine, tmp_path: Path) -> Iterator[Served]:
     """Two models, with memory for one of them; no request gets one without naming it."""
     for name in ("large&b", "small"):
         (tmp_path / f"{name}.gguf").write_bytes(bytes(5))
-    ram = (several.MIB + 128 * several.MIB) / 2**30
+    ram = (MIB + 128 * MIB) / 2**30
     with served(directory=tmp_path, models_max=4, ram=ram) as made:
         yield made
 

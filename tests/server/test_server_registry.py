@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import several
-from several import MIB, LoadingEngine, Machine
+from several import MIB, LoadingEngine, Machine, new_machine
 
 from thermocline.errors import BadFile, UsageError
-from thermocline.server.api.models import registered
 from thermocline.server.api.models.registered import Loading, RegisteredModel
 from thermocline.server.api.models.registry import Registry
 from thermocline.server.api.models.served import ServedModel
@@ -33,11 +32,9 @@ class Opened:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr(several, "MACHINE", Machine())
-    monkeypatch.setattr(registered, "EngineProcess", LoadingEngine)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(ServedModel, "of", staticmethod(Opened))
-    yield several.MACHINE
+    return new_machine(monkeypatch)
 
 
 @pytest.fixture
