@@ -715,6 +715,23 @@ class HostTask:
     @property
     def argument(self) -> int: ...
 
+class Doorbell:
+    """A thread that runs a task when a GPU's queue has written its number, and writes it back.
+
+    `words`: u32 [queues, 32] in pinned memory. Word 0 of a row is what its queue asks for, 16 the answer.
+    A queue writes a number to word 0, waits until the answer is that number, then writes 0 to the answer.
+    """
+
+    def __init__(self, words: U32) -> None: ...
+    def expect(self, calls: list[tuple[int, int, int]]) -> None:
+        """Number (not 0), function and argument of what queues will ask for, each once, in any order."""
+
+    def settle(self) -> bool:
+        """Forget what was not asked for; -> whether nothing runs. Only while the queues are empty."""
+
+    @property
+    def expected(self) -> int: ...
+
 # ---- for planning and replays
 
 class NativeLimits:

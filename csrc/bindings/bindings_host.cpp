@@ -5,6 +5,7 @@
 
 #include <string.h>
 
+#include "engine/doorbell.h"
 #include "engine/host_task.h"
 
 using Named = Array<const uint8_t, 2>;
@@ -138,7 +139,40 @@ static void per_layer(HostTask& t, MutF2 x, const PerLayer& p, F2 given) {
     });
 }
 
+using QueueWords = Array<uint32_t, 2>;
+using DoorbellCall = std::tuple<uint32_t, uintptr_t, uintptr_t>;  // number, function, argument
+
+struct Doorbell {
+    QueueWords words;  // kept alive
+    tc::Doorbell bell;
+    explicit Doorbell(QueueWords w) : words(w), bell(of(w)) {}
+    static std::vector<tc::Doorbell::Words> of(QueueWords w) {
+        check(w.shape(1) == 32, "words are [queues, 32]");
+        std::vector<tc::Doorbell::Words> queues;
+        for (size_t i = 0; i < w.shape(0); i++) {
+            auto* row = reinterpret_cast<tc::Doorbell::Word*>(w.data() + i * 32);
+            queues.push_back({row, row + 16});
+        }
+        return queues;
+    }
+};
+
+static void expect(Doorbell& d, const std::vector<DoorbellCall>& calls) {
+    std::vector<tc::Doorbell::Call> made;
+    for (const auto& [number, function, argument] : calls) {
+        check(number != 0, "0 is no call's number");
+        made.push_back(
+            {number, reinterpret_cast<void (*)(void*)>(function), reinterpret_cast<void*>(argument)});
+    }
+    d.bell.expect(made);
+}
+
 void bind_host(nb::module_& m) {
+    nb::class_<Doorbell>(m, "Doorbell")
+        .def(nb::init<QueueWords>(), "words"_a.noconvert())
+        .def("expect", &expect, "calls"_a)
+        .def("settle", [](Doorbell& d) { return d.bell.settle(); })
+        .def_prop_ro("expected", [](const Doorbell& d) { return d.bell.expected(); });
     nb::class_<StepSlot>(m, "StepSlot")
         .def(nb::init<>())
         .def("set", [](StepSlot& s, const Step& step) { s.now = step; }, "step"_a, "Not while a task runs.");

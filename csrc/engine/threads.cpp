@@ -18,6 +18,8 @@
 
 namespace tc {
 
+void relax() { RELAX(); }
+
 // Spinning between regions covers the Python time between two calls (a few microseconds); sleeping keeps an
 // idle engine off the CPU. 4000 pauses are 50 to 150 microseconds on current x86.
 static constexpr int kSpin = 4000;

@@ -9,6 +9,8 @@
 
 namespace tc {
 
+void relax();  // tens of cycles, between two looks of a thread that spins
+
 class Pool {
  public:
     explicit Pool(
