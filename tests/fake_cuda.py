@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from thermocline.ops.kernels import torch_kernels
 from thermocline.session.self_check import verdicts
 
 GIB = 2**30
+MAPPED = 1 << 56  # from an address in pinned memory to the same one as the card sees it
 NAME = "NVIDIA Pretended"
 ANY = "any"  # a name for all calls
 
@@ -130,6 +132,10 @@ class Forbidden(RuntimeError):
     """What CUDA refuses."""
 
 
+# What the driver makes of cuStreamWriteValue32 and cuStreamWaitValue32.
+Words = Literal["taken", "unknown", "refused", "refused in a recording"]
+
+
 @dataclass
 class Card:
     """What the machine has, and what of it is in use."""
@@ -147,6 +153,9 @@ class Card:
     pinned: set[int] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)  # names of kernels
     gone: set[int] = field(default_factory=set)  # addresses of tasks that were freed
+    words: Words = "taken"
+    called: dict[int, int] = field(default_factory=dict)  # addresses of tasks, by what asks for them
+    cut_off: list[int] = field(default_factory=list)  # those of tasks that were freed while they ran
     streams: int = 0
     marks: int = 0
 
@@ -206,6 +215,12 @@ class Card:
             return True
         return any(begin <= address < begin + n for begin, n in self.registered.items())
 
+    def word(self, address: int) -> ctypes.c_uint32:
+        """What the card may write to and wait for, at its own address of it."""
+        here = address - MAPPED
+        assert any(begin <= here < begin + 256 for begin in self.pinned), "a word that is not pinned"
+        return ctypes.c_uint32.from_address(here)
+
     def check(self, kernel: Any, args: tuple[Any, ...]) -> None:
         """A kernel reads the card's memory, and is loaded before a capture."""
         name = getattr(kernel, "__name__", str(kernel))
@@ -240,7 +255,7 @@ class Target:
 
 def driver(card: Card) -> Any:
     """libcuda: result codes, no exceptions. 712: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED; 719:
-    CUDA_ERROR_LAUNCH_FAILED; 900: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
+    CUDA_ERROR_LAUNCH_FAILED; 801: CUDA_ERROR_NOT_SUPPORTED; 900: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
     """
 
     def code() -> int:
@@ -248,7 +263,52 @@ def driver(card: Card) -> Any:
             raise card.faults.error  # Ctrl-C, on its way back from the driver
         return card.faults.error if isinstance(card.faults.error, int) else 719
 
+    def refused() -> int:
+        if card.words == "refused in a recording" and card.capture is not None:
+            card.capture.broken = True
+            return 900
+        return 801 if card.words == "refused" else 0
+
     class Library:
+        @staticmethod
+        def cuStreamWriteValue32_v2(stream: int, address: int, value: int, flags: int) -> int:
+            if card.faults.due("cuStreamWriteValue32"):
+                return code()
+            if error := refused():
+                return error
+            assert flags == 0, "a write that may come before what was written before"
+
+            def go() -> None:
+                assert card.called.get(value) not in card.gone, "a task that is asked for was freed"
+                card.word(address).value = value
+
+            card.queue(go, stream)
+            return 0
+
+        @staticmethod
+        def cuStreamWaitValue32_v2(stream: int, address: int, value: int, flags: int) -> int:
+            if card.faults.due("cuStreamWaitValue32"):
+                return code()
+            if error := refused():
+                return error
+            assert flags == 1, "CU_STREAM_WAIT_VALUE_EQ"
+
+            def go() -> None:
+                end = time.monotonic() + 20
+                while card.word(address).value != value:
+                    assert time.monotonic() < end, "a stream waits for a word that nobody writes"
+                    time.sleep(0)
+
+            card.queue(go, stream)
+            return 0
+
+        @staticmethod
+        def cuMemHostGetDevicePointer_v2(there: Any, here: int, flags: int) -> int:
+            if card.faults.due("cuMemHostGetDevicePointer"):
+                return code()
+            there._obj.value = here + MAPPED
+            return 0
+
         @staticmethod
         def cuLaunchHostFunc(stream: int, function: int, argument: int) -> int:
             if card.faults.due("cuLaunchHostFunc"):
@@ -280,6 +340,8 @@ def driver(card: Card) -> Any:
             del card.registered[address]
             return code() if failed else 0
 
+    if card.words == "unknown":
+        del Library.cuStreamWriteValue32_v2, Library.cuStreamWaitValue32_v2
     return Library
 
 
@@ -519,6 +581,19 @@ def watched_tasks(card: Card) -> type[Any]:
 
         def __del__(self) -> None:
             card.gone.add(self.argument)
+            if self.begun != self.ended:
+                card.cut_off.append(self.argument)
+
+    return Watched
+
+
+def watched_doorbell(card: Card) -> type[Any]:
+    class Watched(_native.Doorbell):
+        """Whose numbers are known: the card's word is all that the driver has of a task."""
+
+        def expect(self, calls: list[tuple[int, int, int]]) -> None:
+            card.called.update((number, argument) for number, _, argument in calls)
+            super().expect(calls)
 
     return Watched
 
@@ -526,6 +601,7 @@ def watched_tasks(card: Card) -> type[Any]:
 def install(patch: pytest.MonkeyPatch, card: Card) -> None:
     """`--gpu 0` is that card, with the kernels of torch."""
     patch.setattr(_native, "HostTask", watched_tasks(card))
+    patch.setattr(_native, "Doorbell", watched_doorbell(card))
     for name, value in (facts(card) | queues(card) | recordings(card)).items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch, "zeros", memory(card))

@@ -30,6 +30,7 @@ import torch
 from thermocline import _native
 from thermocline.machine import gpu_speed, hardware
 from thermocline.model import quant
+from thermocline.ops import cuda
 from thermocline.ops.device import Device, Task
 from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch
 from thermocline.ops.device_sizes import KernelSizes
@@ -180,6 +181,15 @@ def handover(device: Device, threads: int) -> dict[str, float]:
     return {"us_a_layer": seconds(device, case.recorded(), 20) / case.layers * 1e6}
 
 
+def by_host_functions(gpu: str) -> float:
+    """Return the microseconds of a hand-over without words in pinned memory."""
+    device = cuda.Cuda(int(gpu), words=False)
+    try:
+        return gpu_speed._handover_us(device)
+    finally:
+        device.close()
+
+
 def roofs(device: Device, sizes: tuple[int, ...]) -> dict[str, float]:
     """Return GB/s of reading and copying in the card's memory, and of the link."""
     found: dict[str, float] = {}
@@ -237,6 +247,10 @@ def main() -> int:
         "registered": lambda: registered(device, 16 << 20 if tried else ARENA_BYTES),
         "launch_us": lambda: gpu_speed._launch_us(device),
         "handover_us": lambda: gpu_speed._handover_us(device),
+        **({} if tried else {
+            "hand_over": lambda: device.hand_over,  # type: ignore[attr-defined]
+            "handover_us by host functions": partial(by_host_functions, args.gpu),
+        }),
         "roofs_gbs": lambda: roofs(device, (1 << 20,) if tried else ROOF_BYTES),
         **{f"48 layers, {t} threads": partial(handover, device, t) for t in {n, max(1, n - 2)}},
     }  # fmt: skip

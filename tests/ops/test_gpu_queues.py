@@ -5,6 +5,9 @@ a step that was broken off at any point of it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import placements
 import pytest
 import test_gpu
 import torch
-from fake_cuda import ANY, ORDERS, Card, Order
+from fake_cuda import ANY, ORDERS, Card, Order, Words
 
 from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import KVCache
@@ -69,15 +72,16 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab(path: Path, order: Order, patch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(path: Path, order: Order, patch: pytest.MonkeyPatch, words: Words = "taken") -> Iterator[Lab]:
     path.mkdir(exist_ok=True)
-    card = Card(order=order)
+    card = Card(order=order, words=words)
     fake_cuda.install(patch, card)
     made = Lab(test_gpu.pack_of(path, "f32"), card)
+    assert made.device.hand_over == ("words in pinned memory" if words == "taken" else "host functions")
     yield made
     card.slow = False
     made.device.close()
-    assert not card.queues.count and card.now is None
+    assert not card.queues.count and card.now is None and not card.cut_off
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,81 @@ def test_a_step_is_the_same_whichever_queue_comes_first(
         for how in KINDS:
             x.prepare(how)
             assert np.array_equal(x.step(), truth), how
+
+
+# ---- hand-over by words
+
+
+@pytest.mark.parametrize("words", ["unknown", "refused", "refused in a recording"])
+def test_where_the_driver_takes_no_words_tasks_are_host_functions(
+    words: Words,
+    truth: F32,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with lab(tmp_path, "first stream first", monkeypatch, words) as x:
+        (said,) = [m for m in caplog.messages if "the CPU's tasks are host functions of the driver" in m]
+        assert ("in a recording" in said) == (words == "refused in a recording")
+        for how in KINDS:
+            x.prepare(how)
+            assert np.array_equal(x.step(), truth), how
+        assert x.card.faults.seen["cuLaunchHostFunc"]
+
+
+def test_a_step_leaves_nothing_in_the_words(
+    truth: F32, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next replay asks with the same numbers: an answer that is left would be taken for its own."""
+    with lab(tmp_path, "first stream first", monkeypatch) as x:
+        words = x.device._words
+        assert words is not None
+        for how in KINDS:
+            x.prepare(how)
+            assert np.array_equal(x.step(), truth), how
+            assert not words.words.any() and not words.expected
+        assert not x.card.faults.seen["cuLaunchHostFunc"]
+
+
+class Slow:
+    """A task that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.running, self.over = threading.Event(), threading.Event()
+        self.begun = self.ended = 0
+
+        def go(_: int) -> None:
+            self.running.set()
+            assert self.over.wait(20)
+
+        self._kept, self.argument = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(go), 0
+        self.function = ctypes.cast(self._kept, ctypes.c_void_p).value or 0
+
+    def run(self) -> None: ...
+    def take(self) -> None: ...
+
+
+def test_a_task_that_was_asked_for_is_waited_for_although_its_step_was_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C comes between the question and the wait for the answer: no stream waits for the task."""
+    card = Card(order="first stream first")
+    fake_cuda.install(monkeypatch, card)
+    device, task = cuda.Cuda(), Slow()
+    card.faults.set("cuStreamWaitValue32", 1, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        device.call(task)
+    card.advance()
+    assert task.running.wait(20)
+    waiting = threading.Thread(target=device.wait, args=([task],))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and not card.queues.count
+    task.over.set()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    device.close()
 
 
 @pytest.mark.parametrize("name", ["beside", "join"])
@@ -181,6 +260,8 @@ def settled(x: Lab, left: int = 0) -> None:
     x.card.faults.set("", 0, None)
     x.ops._settle()
     assert x.card.queues.count <= left and x.card.now is None and x.card.capture is None
+    if (words := x.device._words) is not None:
+        assert not words.expected, "nobody looks at the words any more"
 
 
 @pytest.mark.parametrize("how", KINDS)

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU as a `device.Device`: streams, graphs, and the driver's host functions and pinned memory.
+"""One NVIDIA GPU as a `device.Device`: streams, graphs, hand-over to the CPU, and pinned memory.
 
 Whatever torch, Triton or the driver raise becomes one DeviceFailure.
 """
@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+from thermocline import _native
 from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
+from thermocline.ops import doorbell
 from thermocline.ops.device import Task, Watchdog
+from thermocline.ops.doorbell import DoorbellCall, StreamWords
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +67,17 @@ def _first_line(e: BaseException) -> str:
     return lines[0] if lines else type(e).__name__
 
 
-class Cuda:
-    """One NVIDIA GPU. The CPU's tasks are the driver's host functions: graphs replay them without Python."""
+class _Refused(DeviceFailure):
+    """A call that the driver knows, and does not carry out here."""
 
-    def __init__(self, index: int = 0) -> None:
+
+class Cuda:
+    """One NVIDIA GPU. Its queues hand tasks over to the CPU without Python, also from recordings.
+
+    `words`: by words in pinned memory, where the driver takes them; else by the driver's host functions.
+    """
+
+    def __init__(self, index: int = 0, words: bool = True) -> None:
         self.records = check(index) >= TRITON  # torch's kernels bring tables from RAM, which no graph may
         self.torch, self.name = torch.device("cuda", index), f"GPU {index}"
         self._registered: list[int] = []
@@ -79,6 +89,48 @@ class Cuda:
             self._library = _driver()
             self._main, self._side = (torch.cuda.Stream(self.torch) for _ in range(2))  # type: ignore[no-untyped-call]
         self._on = self._main
+        self._words: StreamWords | None = None
+        if words:
+            try:
+                self._try_words()
+            except BaseException:
+                self.close()  # a queue may still have the words' addresses
+                raise
+
+    @property
+    def hand_over(self) -> str:
+        """Say how tasks come to the CPU."""
+        return "host functions" if self._words is None else "words in pinned memory"
+
+    def _try_words(self) -> None:
+        """Hand over by words from now on, if that works, also in a recording that is replayed.
+
+        The documentation names no property of a card to ask for.
+        """
+        task = _native.HostTask(_native.Context(1, ""), _native.StepSlot())
+        try:
+            self._words = StreamWords(self._library, self.pinned(doorbell.SHAPE, torch.int32))
+            self.call(task)
+            self.wait([task])
+            replay = self._replay_of(lambda: self.call(task))
+            for _ in range(2):
+                replay()
+                self.wait([task])
+        except (Unsupported, _Refused) as e:
+            if self._words is not None:
+                self.wait([])  # a word may have been queued
+            self._words = None
+            why = str(e).removeprefix(f"{self.name}: ")
+            log.info(
+                f"{self.name}: the CPU's tasks are host functions of the driver, which take longer: {why}"
+            )
+
+    def _replay_of(self, work: Callable[[], None]) -> Callable[[], None]:
+        try:
+            return self.record(work)
+        except DeviceFailure as e:
+            why = str(e).removeprefix(f"{self.name}: ")
+            raise _Refused(f"{self.name}: in a recording, {why}") from e
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -150,9 +202,13 @@ class Cuda:
 
     def call(self, task: Task) -> None:
         with self._failing(), torch.cuda.stream(self._on):
-            error = self._library.cuLaunchHostFunc(self._on.cuda_stream, task.function, task.argument)
+            stream, words = self._on.cuda_stream, self._words
+            if words is not None:
+                error = words.call(int(self._on is self._side), stream, task)
+            else:
+                error = self._library.cuLaunchHostFunc(stream, task.function, task.argument)
         if error:
-            raise DeviceFailure(f"{self.name}: the driver refused a host function (error {error})")
+            raise _Refused(f"{self.name}: the driver refused a task of the CPU's (error {error})")
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -181,8 +237,11 @@ class Cuda:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         met: BaseException | None = None
+        calls: list[DoorbellCall] = []
+        words = self._words
+        noting = contextlib.nullcontext() if words is None else words.recording(calls)
         try:
-            with self._failing():
+            with self._failing(), noting:
                 graph = torch.cuda.CUDAGraph()
                 # What other threads do meanwhile is allowed. A capture that fails at its end leaves its
                 # stream as the thread's present one, hence another context around it.
@@ -198,29 +257,42 @@ class Cuda:
 
         def replay() -> None:
             with self._failing(), torch.cuda.stream(self._main):
+                if words is not None:
+                    words.expect(calls)  # before it is launched: Ctrl-C may come between
                 graph.replay()
 
         return replay
 
     def wait(self, tasks: Sequence[Task], mark: object = None) -> None:
         """Sleep between looks: the CPU's threads want every core, and each look takes the driver's lock."""
-        watch = self._watch
+        watch, whole = self._watch, mark is None
         watch.begin(tasks)
         with self._failing():  # what a kernel did wrong shows here
-            if mark is None:  # both queues: a step may have been broken off before it joined them
+            if whole:  # both queues: a step may have been broken off before it joined them
                 self._main.wait_stream(self._side)
                 mark = self.mark()
             event: Any = mark
             while not event.query():
                 watch.check()
                 time.sleep(LOOK_S)
+            if whole:
+                self._settle()
         watch.end()
+
+    def _settle(self) -> None:
+        """Wait for a task that a step asked for and, broken off there, does not wait for."""
+        while self._words is not None and not self._words.settle():
+            self._watch.check()
+            time.sleep(LOOK_S)
 
     def release(self) -> None:
         if self._watch.stuck:
             return  # it would be waited for without an end
         with contextlib.suppress(DeviceFailure), self._failing():  # it was said when it was met
             torch.cuda.synchronize(self.torch)
+        with contextlib.suppress(DeviceFailure):
+            self._watch.begin([])
+            self._settle()
         with contextlib.ExitStack() as own:
             with contextlib.suppress(DeviceFailure), self._failing():
                 own.enter_context(torch.cuda.stream(self._main))  # a thread without a GPU is refused
@@ -230,5 +302,7 @@ class Cuda:
     def close(self) -> None:
         self.release()
         self._watch.let_go()
+        if not self._watch.stuck:
+            self._words = None  # its thread ends
         with contextlib.suppress(DeviceFailure), self._failing():
             torch.cuda.empty_cache()
