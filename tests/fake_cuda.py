@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -108,6 +109,7 @@ class Capture:
     held: dict[int, list[Item]] = field(default_factory=dict)
     joined: dict[int, dict[int, int]] = field(default_factory=dict)
     broken: bool = False
+    thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
         self.join(self.origin, {})
@@ -198,7 +200,8 @@ class Card:
         raise Forbidden(f"CUDA error: {why}")
 
     def outside(self, what: str) -> None:
-        if self.capture is not None:
+        """Refuse what a capture forbids its own thread; it is of the mode "thread_local"."""
+        if self.capture is not None and self.capture.thread == threading.get_ident():
             self.refuse(f"operation not permitted when stream is capturing: {what}")
 
     def made(self, where: set[int], made: torch.Tensor) -> torch.Tensor:

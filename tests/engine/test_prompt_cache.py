@@ -454,8 +454,6 @@ def test_states_are_kept_in_the_midst_of_a_prompt(
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"prompt_cache": 1.0, "gpu": "auto"}, "--prompt-cache with --gpu auto: a GPU's keys and values"),
-        ({"prompt_cache_dir": "d", "gpu": "0"}, "--prompt-cache-dir with --gpu 0"),
         ({"prompt_cache_dir": "d", "sparsity": "predict"}, "--prompt-cache-dir with --sparsity predict"),
         ({"prompt_cache_dir": "d", "read_budget": 1.0}, "--prompt-cache-dir with --read-budget"),
         ({"prompt_cache": -1.0}, "prompt_cache is -1.0; it must be 0 to 1e\\+06 GiB"),

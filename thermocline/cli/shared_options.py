@@ -77,7 +77,7 @@ def cache_type_values(group: str = "Model") -> Any:
 def prompt_cache_memory(group: str = "Model") -> Any:
     help = (
         "Memory for keys and values of finished requests, beside those of running ones: a prompt that begins "
-        "alike computes only what is new. On the CPU."
+        "alike computes only what is new."
     )
     return opt(0.0, real(0, MOST_GIB), "GIB", group, help)
 

@@ -116,7 +116,7 @@ class Counts:
     states: int = 0  # slots for the states of recurrent layers, none where there are no such layers
     states_free: int = 0
     states_cached: int = 0
-    disk: PromptCacheCounts | None = None  # of the prompt cache there, if there is one
+    disk: PromptCacheCounts | None = None  # of the prompt cache on disk, or beside a GPU, if there is one
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,13 @@ class Engine:
         self.sparsity, self._begin_step = settings.sparsity, settings.begin_step
         self.tokenizer = tokenizer
         blocks, window_blocks = block_counts(spec, kv_tokens, context, chunk)
-        kept, files = settings.prompts.text, settings.prompts.files
+        prompts = settings.prompts
+        kept, stores = prompts.text, prompts.files or prompts.copies
         sizes = blocks + kept.blocks, window_blocks + kept.window_blocks
         self.kv = KVCache(spec, *sizes, chunk=chunk, types=settings.cache, storage=storage)
         if spec.recurrent is not None:
             self.kv.keep_states(state_pool(self.model, self.ops, max_batch, kept.states))
-        self.prompt_cache = None if files is None else PromptCache(self.kv, files)
+        self.prompt_cache = None if stores is None else PromptCache(self.kv, prompts)
         self.traffic = Traffic.of(spec, weights, settings.cache)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
@@ -352,7 +353,7 @@ class Engine:
     def _begin(self, request: Request) -> bool:
         """Start a prompt. First take the prefix blocks that other requests computed since it was queued.
 
-        Return False while more of them are read from disk.
+        Return False while more of them are read from a store.
         """
         if request.restore is not None:
             return False
@@ -369,14 +370,14 @@ class Engine:
         return True
 
     def _take_restored(self) -> None:
-        """Let requests go on whose prefixes were read from disk."""
-        disk = self.prompt_cache
-        if disk is None:
+        """Let requests go on whose prefixes were read from a store."""
+        stored = self.prompt_cache
+        if stored is None:
             return
-        disk.give_back()
+        stored.give_back()
         for r in self.running:
-            if r.restore is not None and disk.over(r.restore):
-                disk.settle(r.restore)
+            if r.restore is not None and stored.over(r.restore):
+                stored.settle(r.restore)
                 r.restore = None
                 self._take_cached(r)
 

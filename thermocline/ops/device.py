@@ -59,7 +59,7 @@ class Device(Protocol):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None: ...
     def put(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copied when this returns: weights, not what a step works on."""
+        """Copied when this returns, either way, on any thread: not what a queued step works on."""
 
     def call(self, task: Task) -> None:
         """Queue a task of the CPU's."""

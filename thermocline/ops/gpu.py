@@ -360,6 +360,11 @@ class GpuOps:
                 task.take()
         self._under_way = [p for p in self._under_way if p is keep]
 
+    def finish(self) -> None:
+        """Wait for all that is queued. A step that is under way may still be asked what it found."""
+        if self._under_way:
+            self.device.wait([task for p in self._under_way for task in p.tasks])
+
     def _take_turn(self, turn: int) -> None:
         """Use these twins in RAM: those of the step before, if that is still under way, stay as they are."""
         self._turn = turn

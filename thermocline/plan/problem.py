@@ -94,7 +94,8 @@ class Problem:
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
-        if prompts := prompt_cache_bytes(self.spec, self.ask.kept, self.ask.cache):
+        prompts = prompt_cache_bytes(self.spec, self.ask.kept, self.ask.cache, gpu=self.vram > 0)
+        if prompts:
             parts["prompt cache"] = prompts
         if self.ask.beside:
             parts["the command's own"] = self.ask.beside

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 from thermocline.engine.kv_cache import in_ram
+from thermocline.ops.device_places import DevicePlaces
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
 from thermocline.session.gpu_weights import load, load_experts_in_part, load_in_part, with_tried
+from thermocline.session.self_check.verdicts import Setup
 from thermocline.session.store import OnDisk, Opened
 from thermocline.session.weights import LoadedWeights, new_ops
 
 if TYPE_CHECKING:
+    from thermocline.files.bounded import Json
     from thermocline.model.spec import ModelSpec
     from thermocline.ops.interface import Weights
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.predictor import Predictors
     from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.budget import Decision
+    from thermocline.plan.placement import Placement
     from thermocline.session.gpu_tier import Gpus
 
 
@@ -62,7 +67,22 @@ def opened(
             return in_ram(layer, shape)
         return pages_on(devices[0], shape)
 
-    return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage)
+    return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage, DevicePlaces(ops))
+
+
+def computed_by(placement: Placement, gpus: Gpus) -> Json:
+    """Return what changes bits of keys, values and states beside GPUs: who computes which part, with what.
+
+    A step's size changes them, too (`Gpus.send_from`, kernels of 16 tokens and fewer), so no identity says
+    all: what is kept has the bits of the steps that computed it. A driver runs what Triton has compiled.
+    """
+    return {
+        "layers": [
+            [x.attention, [[r.device, r.neurons, r.whole] for r in x.ranges]] for x in placement.layers
+        ],
+        "cards": [asdict(Setup.of(one.device.name, driver="")) for one in gpus.opened],
+        "kernels": getattr(gpus.opened[0].kernels, "__name__", ""),
+    }
 
 
 def tried(opened: Opened, decision: Decision, gpus: Gpus, predictors: Predictors, spec: ModelSpec) -> Weights:

@@ -136,6 +136,7 @@ def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
         max_batch=needs.max_batch,
         kv_tokens=needs.kv_tokens,
         beside=needs.beside,
+        kept=needs.kept,
     )
 
 

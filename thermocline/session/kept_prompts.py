@@ -15,31 +15,49 @@ from thermocline import _native
 from thermocline.engine.decoder import for_context, rope_tables
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.engine.prompt_cache.cache import PromptCacheSettings
+from thermocline.engine.prompt_cache.copies import PromptCopies
 from thermocline.engine.prompt_cache.files import VERSION, PromptFiles
 from thermocline.engine.prompt_cache.memory import KeptText
+from thermocline.ops.interface import CPU
 
 if TYPE_CHECKING:
+    from thermocline.files.bounded import Json
     from thermocline.model.modes import CacheTypes
+    from thermocline.ops.device_places import DevicePlaces
     from thermocline.pack.stored_model import StoredModel
     from thermocline.session.options import EngineOptions
 
 _ANGLES = 4096  # positions whose angles are compared
+ON_CPU: Json = {"layers": CPU}
 
 
-def prompts(model: StoredModel, context: int, options: EngineOptions) -> PromptCacheSettings:
-    """Return what is kept of finished requests. Raises UsageError and IOFailure."""
+def prompts(
+    model: StoredModel,
+    context: int,
+    options: EngineOptions,
+    by: Json = ON_CPU,
+    places: DevicePlaces | None = None,
+) -> PromptCacheSettings:
+    """Return what is kept of finished requests. `by`: who computes what; `places`: of what lies on a GPU.
+
+    Raises UsageError and IOFailure.
+    """
     limits, files = options.kept, None
     if limits.directory is not None:
-        files = PromptFiles.open(
-            Path(limits.directory), key(model, context, options.cache), limits.disk_bytes
-        )
-    return PromptCacheSettings(KeptText.within(model.spec, limits, options.cache), files)
+        own, family = (key(model, context, options.cache, who) for who in (by, None))
+        files = PromptFiles.open(Path(limits.directory), own, limits.disk_bytes, family)
+    kept = KeptText.within(model.spec, limits, options.cache)
+    if places is None:
+        return PromptCacheSettings(kept, files)
+    copies = PromptCopies(kept.nbytes(model.spec)) if limits.ram_bytes else None
+    return PromptCacheSettings(files=files, copies=copies, places=places)
 
 
-def key(model: StoredModel, context: int, types: CacheTypes) -> bytes:
+def key(model: StoredModel, context: int, types: CacheTypes, by: Json | None = ON_CPU) -> bytes:
     """Return 32 bytes that differ where anything differs that changes a bit of keys, values or states.
 
-    They are of the model, its types of keys and values, and the code that computes them.
+    They are of the model, its types of keys and values, the code that computes them, and who computes what
+    (`by`; None: whoever does).
 
     The spec has the rope settings. A GGUF's content is hashed in part only, so its files' times are here too.
     Sines and cosines are numpy's, whose bits depend on its version and on the CPU: some are compared.
@@ -52,6 +70,7 @@ def key(model: StoredModel, context: int, types: CacheTypes) -> bytes:
         "files": [state[1:] for _, state in files],  # but the device, whose number may change at a start
         "spec": repr(spec),
         "types": [types.k, types.v],
+        "by": by,
         "block": BLOCK,
         "isa": _native.isa(),
         "cpu": sorted(name for name, there in _native.cpu_features().items() if there),

@@ -69,17 +69,11 @@ class EngineOptions:
         for name, least in (("prompt_cache", 0.0), ("prompt_cache_disk", LEAST_DISK)):
             if not least <= (value := getattr(self, name)) <= MOST_GIB:
                 raise UsageError(f"{name} is {value}; it must be {least:g} to {MOST_GIB:.0e} GiB")
-        asked = "--prompt-cache-dir" if self.prompt_cache_dir is not None else "--prompt-cache"
-        if self.gpu != "off" and (self.prompt_cache or self.prompt_cache_dir is not None):
-            raise UsageError(
-                f"{asked} with --gpu {self.gpu}: a GPU's keys and values are kept only in its own memory; "
-                "leave one of them out"
-            )
         if self.prompt_cache_dir is not None and (self.sparsity == "predict" or self.read_budget is not None):
             flag = "--sparsity predict" if self.sparsity == "predict" else "--read-budget"
             raise UsageError(
-                f"{asked} with {flag}: keys and values of such answers are not exact, and other sessions "
-                "would take them; leave one of them out"
+                f"--prompt-cache-dir with {flag}: keys and values of such answers are not exact, and other "
+                "sessions would take them; leave one of them out"
             )
 
     @property

@@ -21,6 +21,7 @@ from thermocline.session.weights import BegunLoad
 
 if TYPE_CHECKING:
     from thermocline.engine.kv_cache import Storage
+    from thermocline.engine.prompt_cache.cache import PromptCacheSettings
     from thermocline.ops.interface import OpaqueOps, Weights
     from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.disk.disk_split import Arrangement
@@ -192,13 +193,21 @@ class Session:
                     kv_tokens=self.placement.kv_tokens,
                     cache=o.cache,
                     begin_step=None if budget is None else budget.begin_step,
-                    prompts=kept_prompts.prompts(self.pack, self.context, o),
+                    prompts=self._prompts(opened),
                 ),
                 tokenizer=tokenizer,
                 storage=opened.storage,
                 disk=None if opened.store is None else opened.store.counts,
             )
         return self._engine
+
+    def _prompts(self, opened: Opened) -> PromptCacheSettings:
+        if self._gpus is None:
+            return kept_prompts.prompts(self.pack, self.context, self.options)
+        from thermocline.session import gpu_loading
+
+        by = gpu_loading.computed_by(self.placement, self._gpus)
+        return kept_prompts.prompts(self.pack, self.context, self.options, by, opened.places)
 
     @property
     def engine(self) -> Engine | None:

@@ -28,6 +28,7 @@ from thermocline.session import dense_store, embedding_rows, expert_store, weigh
 from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
+    from thermocline.ops.device_places import DevicePlaces
     from thermocline.ops.device_rows import DeviceRows
     from thermocline.ops.interface import OpaqueOps
     from thermocline.pack.checksums import NeuronChecksums
@@ -159,6 +160,7 @@ class Opened:
     loaded: LoadedWeights[OpaqueOps]
     store: OnDisk | None = None  # where a part of the FFNs comes from disk
     storage: Storage = in_ram  # of keys and values
+    places: DevicePlaces | None = None  # copies those that are on a device
     read_budget: ReadBudget | None = None  # where one was asked for, and experts are on disk
 
 

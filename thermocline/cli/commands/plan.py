@@ -25,7 +25,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.modes import NO_PROMPT_CACHE, CacheTypes, PromptCacheLimits
+from thermocline.model.modes import CacheTypes, PromptCacheLimits
 from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import FORMATS
 
@@ -141,8 +141,6 @@ def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask,
             f"{tiers.name}: a GPU keeps keys and values as f16, and {o.cache} is asked for;"
             " plan with --vram 0"
         )
-    if o.kept != NO_PROMPT_CACHE and tiers.gpu is not None and o.vram != 0:
-        raise UsageError(f"{tiers.name}: a prompt cache is for sessions without a GPU; plan with --vram 0")
     contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, o.cache)
     for context in contexts:
         ask, last = ask_of(o, subject, context), context == contexts[-1]

@@ -4,6 +4,7 @@ It owns the format, the checksums and the limit on the directory's size. It know
 
     DIR/prompt-cache.json          what it is, and the version of its format
     DIR/MODEL/TEXT.PART            MODEL: all that changes bits; TEXT: the tokens up to the end of a block
+    DIR/MODEL/.of-FAMILY           empty; FAMILY: MODEL without who computes what (the CPU, a GPU's part)
 
 A file is a header, the CRC-32C of each section and of what precedes, and the sections. It is written beside
 its place, synced and renamed, so that there are whole files or none. Equal names have equal bytes, so several
@@ -55,8 +56,11 @@ class PromptFiles:
         self._stuck = set[tuple[bytes, str]]()  # what is to go and stays: it is not looked at again
 
     @classmethod
-    def open(cls, directory: Path, model: bytes, limit_bytes: int) -> PromptFiles | None:
+    def open(cls, directory: Path, model: bytes, limit_bytes: int, family: bytes = b"") -> PromptFiles | None:
         """Open a directory, or make one. Return None, and log why, for one of another version.
+
+        `family`: equal for models whose bits differ only by who computes what. Where a directory has prompts
+        of such ones alone, that is logged: they are computed again.
 
         Raises UsageError for a directory with other files, and IOFailure.
         """
@@ -73,9 +77,21 @@ class PromptFiles:
             found._own.mkdir(mode=0o700, exist_ok=True)
             (probe := found._beside(b"", "k0")).touch()
             probe.unlink()
+            if family:
+                found._join(f".of-{family.hex()}")
         except OSError as e:
             raise IOFailure(f"{directory}: no prompt cache can be kept there: {e.strerror or e}") from e
         return found
+
+    def _join(self, family: str) -> None:
+        (self._own / family).touch()
+        if _texts(self._own):
+            return
+        if any(_texts(mark.parent) for mark in self.directory.glob(f"*/{family}")):
+            log.warning(
+                f"{self.directory}: its prompts of this model have the bits of another split between CPU and "
+                "GPU, or of another card or its libraries; they are computed again"
+            )
 
     def has(self, text: bytes, part: str) -> bool:
         try:
@@ -248,6 +264,11 @@ def _measured(directory: Path) -> tuple[int, list[tuple[int, int, str]]]:
                 if whole:
                     files.append((found.st_mtime_ns, found.st_size, entry.path))
     return total, files
+
+
+def _texts(model: Path) -> bool:
+    """Return whether there are files of a model."""
+    return any(_OURS.fullmatch(entry.name) for entry in _entries(model))
 
 
 def _entries(directory: os.PathLike[str] | str) -> list[os.DirEntry[str]]:

@@ -1,7 +1,7 @@
 """The memory that a prompt cache takes: what its options say, and how many blocks and states that is.
 
 The part in RAM is more blocks, and more slots of states, than running requests need. So what finished
-requests leave is found where it is, without a copy.
+requests leave is found where it is, without a copy. Beside a GPU it is copies of as many bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def section_bytes(spec: ModelSpec, types: CacheTypes = PLAIN) -> int:
     return max([SECTION_BYTES, largest, *(layer_bytes(spec, i, BLOCK, types) for i in range(spec.n_layers))])
 
 
-def prompt_cache_bytes(spec: ModelSpec, limits: PromptCacheLimits, types: CacheTypes = PLAIN) -> int:
-    """Return the bytes of RAM that a prompt cache takes, with what passes between it and a disk."""
-    passing = 0 if limits.directory is None else (READERS + 1) * section_bytes(spec, types)
-    return KeptText.within(spec, limits, types).nbytes(spec, types) + passing
+def prompt_cache_bytes(
+    spec: ModelSpec, limits: PromptCacheLimits, types: CacheTypes = PLAIN, *, gpu: bool = False
+) -> int:
+    """Return the bytes of RAM that a prompt cache takes, with what passes between it and a disk or a GPU."""
+    kept = KeptText.within(spec, limits, types)
+    passes = limits.directory is not None or (gpu and kept != NOTHING_KEPT)
+    return kept.nbytes(spec, types) + passes * (READERS + 1) * section_bytes(spec, types)

@@ -103,12 +103,12 @@ def routes(metrics: Metrics) -> list[Route]:
 
 
 def _prompt_cache(c: PromptCacheCounts | None) -> Values:
-    """Return the counters of the prompt cache on disk; none where there is none."""
+    """Return the counters of the prompt cache on disk, or of a GPU's copies in RAM, if there is one."""
     if c is None:
         return {}
     name = "thermocline_prompt_cache"
     return {
-        f"{name}_restores": ("Prompts that had a prefix on disk", c.restored),
+        f"{name}_restores": ("Prompts that had a prefix on disk, or in a GPU's copies in RAM", c.restored),
         f"{name}_restored_tokens": ("Tokens of these prefixes", c.tokens),
         f"{name}_read_bytes": ("Read for them", c.read_bytes),
         f"{name}_written_bytes": ("Written to the prompt cache", c.written_bytes),
