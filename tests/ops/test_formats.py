@@ -24,6 +24,7 @@ def test_a_format_s_blocks_are_gguf_s() -> None:
         assert {field.name for field in moved} in (set(), {"packed", "scales", "minima"}) or f.name == "q3_k"
 
 
+@pytest.mark.oracle
 def test_the_gpu_has_a_loader_for_every_format() -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
     from thermocline.ops.kernels.triton_stored import loader

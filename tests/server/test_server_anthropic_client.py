@@ -9,7 +9,8 @@ import pytest
 from agent_shapes import CALL, PARAMETERS, SHOWN, prompt
 from scripted import FIGURES, Scripted, scripted
 
-anthropic = pytest.importorskip("anthropic")
+anthropic = pytest.importorskip("anthropic", reason="needs the extra test-all")
+pytestmark = pytest.mark.oracle
 
 ASKED: dict[str, Any] = {
     "model": "scripted", "max_tokens": 50, "messages": [{"role": "user", "content": "Hello"}],

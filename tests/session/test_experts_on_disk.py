@@ -299,8 +299,8 @@ def test_commands_know_them(path: Path, thermocline: Run) -> None:
         assert thermocline("verify", path).code == 0, "what a session left beside it is whole"
 
 
+@pytest.mark.oracle
 def test_a_gpu_beside_too_little_memory_is_refused_in_a_line(path: Path) -> None:
-    pytest.importorskip("torch", reason="a GPU needs torch")
     with pytest.raises(OutOfBudget, match=r"--ram \d") as refused:
         Session.open(open_model(path, "", None), options(0.075, gpu="stand-in", vram=0.001))
     assert "\n" not in str(refused.value)

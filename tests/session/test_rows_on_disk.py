@@ -247,8 +247,8 @@ def test_commands_know_them(path: Path, thermocline: Run) -> None:
         assert thermocline("verify", path).code == 0, "what a session left beside it is whole"
 
 
+@pytest.mark.oracle
 def test_a_gpu_beside_too_little_memory_is_refused_in_a_line(path: Path) -> None:
-    pytest.importorskip("torch", reason="a GPU needs torch")
     with pytest.raises(OutOfBudget, match="or --gpu off, which leaves rows of FFNs on disk") as refused:
         Session.open(open_model(path, "", None), options(0.055, gpu="stand-in", vram=0.001))
     assert "\n" not in str(refused.value)
