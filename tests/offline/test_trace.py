@@ -86,6 +86,8 @@ def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(
     found = read_trace(path, pack)
     counts = np.stack([found.layer(i).sum(1) for i in range(pack.spec.n_layers)], axis=1)
     assert counts.ravel().tolist() == seen[-counts.size :]
+    ran = thermocline("bench", "-m", pack.path, "--trace", path, "--sparsity", "predict", "--ram", 1)
+    assert ran.code == 2 and "every gate in memory" in ran.err
 
 
 def test_ctrl_c_keeps_the_tokens_that_were_recorded(
@@ -117,7 +119,10 @@ def test_ctrl_c_keeps_the_tokens_that_were_recorded(
         (["--trace", "{tmp}/a", "--replay", "{tmp}/b"], 2, "record first"),
         (["--trace", "{tmp}/a", "-n", "0"], 2, "no token"),
         (["--trace", "{tmp}/a", "-d", "40000"], 2, "the model's limit"),
+        (["--trace", "{tmp}/a", "--gpu", "stand-in"], 2, "--gpu: --trace records what the CPU computes"),
+        (["--trace", "{tmp}/a", "--vram", "1"], 2, "--vram: --trace"),
         (["--replay", "{tmp}/none"], 4, "record it with"),
+        (["--replay", "{tmp}/none", "--ram", "1"], 2, "--ram: --replay runs no model"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_the_weights_are_read(

@@ -302,6 +302,18 @@ def bytes_per_step(pack: Pack, sequences: int) -> float:
     return counts().since(before).bytes / 24
 
 
+def test_a_trace_within_a_budget_is_that_of_all_in_memory(
+    wide_pack: Path, tmp_path: Path, thermocline: Run
+) -> None:
+    asked = ("bench", "-m", wide_pack, "-n", 4, "-d", 2, "-t", 1, "-q", "--trace")
+    # A bench has keys and values of two blocks; 0.001 GiB are refused, so the budget is looked at.
+    assert thermocline(*asked, tmp_path / "none", "--ram", 0.001).code == 5
+    for name, more in (("a", ()), ("b", ("--ram", budgets(wide_pack)[1]))):
+        ran = thermocline(*asked, tmp_path / name, *more)
+        assert ran.code == 0, ran.err
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
 def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
     """The same code over the same slots."""
     pack, test = Pack.open(wide_pack), BenchTest(1, 0, 0, 40)

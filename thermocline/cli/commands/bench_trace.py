@@ -37,6 +37,9 @@ def record(o: BenchOptions) -> int:
     if o.replay is not None:
         raise UsageError("--trace and --replay are both given: record first, then replay the file")
     assert o.trace is not None
+    _check_unused(
+        o, ("gpu", "vram", "read_budget", "disable"), "--trace records what the CPU computes, exactly"
+    )
     target = Path(o.trace)
     need_trace.check_target(target)
     with ProgressBar(quiet=o.quiet) as progress:
@@ -44,10 +47,17 @@ def record(o: BenchOptions) -> int:
         need_trace.check_sparse(pack.spec)
         if o.n_gen[0] == 0:
             raise UsageError("-n is 0: no token to record")
+        if o.ram is not None and o.sparsity == "predict" and pack.spec.up_activation == "relu":
+            raise UsageError(
+                "--ram with --sparsity predict: dReLU's trace needs every gate in memory; leave one out"
+            )
         test = benchmark.Test(o.threads[0] or hardware.default_threads(), o.n_depth[0], 0, o.n_gen[0])
         benchmark.check_context(pack.spec, [test])
         feed = benchmark.feed_of(pack, [test], o.text, o.seed)
-        bench = benchmark.Bench(pack, [test], feed, EngineOptions(sparsity=o.sparsity), progress.at)
+        options = EngineOptions(
+            sparsity=o.sparsity, ram=o.ram, cache_type_k=o.cache_type_k, cache_type_v=o.cache_type_v
+        )
+        bench = benchmark.Bench(pack, [test], feed, options, progress.at)
         recorder = need_trace.TraceRecorder(test.threads, pack.spec, bench.engine.model.weights.layers)
         interrupted = False
         try:
@@ -60,6 +70,13 @@ def record(o: BenchOptions) -> int:
         need_trace.write_trace(target, pack, made)
     log.info(f"recorded {made.tokens} tokens of {made.source} into {target}, {size(made.nbytes)}")
     return INTERRUPTED if interrupted else 0
+
+
+def _check_unused(o: BenchOptions, names: Sequence[str], why: str) -> None:
+    """Raise UsageError if an option is set that changes nothing of what is asked for."""
+    for name in names:
+        if getattr(o, name) not in (None, "off", ()):
+            raise UsageError(f"--{name.replace('_', '-')}: {why}; leave it out")
 
 
 def _packed(o: BenchOptions, progress: ProgressBar) -> Pack:
@@ -85,6 +102,11 @@ def replay(o: BenchOptions) -> int:
     from thermocline.offline import need_trace, profile_plot
 
     assert o.replay is not None
+    _check_unused(
+        o,
+        ("ram", "gpu", "vram", "read_budget", "disable"),
+        "--replay runs no model: --budgets are its memory",
+    )
     if o.plot is not None:
         profile_plot.check(Path(o.plot))
     with ProgressBar(quiet=o.quiet) as progress:
