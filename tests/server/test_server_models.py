@@ -130,6 +130,15 @@ def test_a_benchmark_measures_one_model_while_none_has_anything_to_do(
         thread = threading.Thread(target=lambda: ended.append(c.post("/benchmark", json={"model": "a"})))
         thread.start()
         assert begun.wait(30)
+        assert httpx2.get(f"{s.url}/props?model=a", timeout=60).json()["model_alias"] == "a"
+        go.set()
+        thread.join()
+        assert ended.pop().status_code == 200, "what is known of a loaded model does not disturb it"
+        go.clear()
+        begun.clear()
+        thread = threading.Thread(target=lambda: ended.append(c.post("/benchmark", json={"model": "a"})))
+        thread.start()
+        assert begun.wait(30)
         assert (
             httpx2.post(f"{s.url}/tokenize", json={"content": "a", "model": "b"}, timeout=60).status_code
             == 200

@@ -98,7 +98,11 @@ class _ModelRoutes:
         }  # fmt: skip
 
     async def props(self, request: Request) -> Response:
-        model = await self._api.model(request, request.query_params.get("model"))
+        """Answer from what is known of a loaded model. Its engine may be measured meanwhile."""
+        name, models = request.query_params.get("model"), self._api.models
+        found = await models.find(name) if models.several else None
+        model = found.model if found is not None and found.state == "loaded" else None
+        model = model or await self._api.model(request, name)
         d = model.defaults
         sampling = {
             "temperature": d.temperature, "top_k": d.top_k, "top_p": d.top_p, "min_p": d.min_p,
