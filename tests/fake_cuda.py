@@ -524,7 +524,6 @@ def memory(card: Card) -> Callable[..., torch.Tensor]:
             card.outside("pinned memory")
             return card.made(card.pinned, zeros(shape, **how))
         if "device" in how:
-            faults.met("zeros")
             card.outside("memory")
             card.loaded.add("zero_")
             return card.made(card.there, zeros(shape, **how))
@@ -555,6 +554,12 @@ def device_of(card: Card) -> type[cuda.Cuda]:
         def __init__(self, index: int = 0) -> None:
             super().__init__(index)
             self.torch = torch.device("cpu")
+
+        def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            with self._failing():  # at each one, also of a part of what was reserved
+                faults.met("zeros")
+                card.outside("memory")
+            return super().zeros(shape, dtype)
 
         def run(self, kernel: Callable[..., Any], *args: Any) -> None:
             super().run(self._launched, kernel, *args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from thermocline import _native
 from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
 from thermocline.ops import doorbell
 from thermocline.ops.device import Task, Watchdog
+from thermocline.ops.device_sizes import LEAST_SLAB, SLAB_ALIGN, SLAB_STEP
 from thermocline.ops.doorbell import DoorbellCall, StreamWords
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ class Cuda:
         self.records = check(index) >= TRITON  # torch's kernels bring tables from RAM, which no graph may
         self.torch, self.name = torch.device("cuda", index), f"GPU {index}"
         self._registered: list[int] = []
+        self._slab: torch.Tensor | None = None  # [bytes], of zeros from `_used` on
+        self._used = 0
         self._watch = Watchdog()
         with self._failing():
             self.name = torch.cuda.get_device_name(index)
@@ -163,7 +167,19 @@ class Cuda:
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self.torch)[0])
 
+    def reserve(self, nbytes: int) -> None:
+        self._slab = None
+        size = nbytes // SLAB_STEP * SLAB_STEP
+        if size >= LEAST_SLAB:  # a smaller one would be rounded up
+            self._slab, self._used = self.zeros((size,), torch.uint8), 0
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self._slab is not None:
+            nbytes, room = math.prod(shape) * dtype.itemsize, self._slab.nbytes - self._used
+            if 0 < nbytes <= room:
+                part = self._slab[self._used : self._used + nbytes]
+                self._used = -(-(self._used + nbytes) // SLAB_ALIGN) * SLAB_ALIGN
+                return part.view(dtype).view(shape)
         with self._failing():
             made = torch.zeros(shape, dtype=dtype, device=self.torch)
             torch.cuda.synchronize(self.torch)  # other streams may use it at once
@@ -293,6 +309,7 @@ class Cuda:
         with contextlib.suppress(DeviceFailure):
             self._watch.begin([])
             self._settle()
+        self._slab = None  # it goes with the tensors that are parts of it
         with contextlib.ExitStack() as own:
             with contextlib.suppress(DeviceFailure), self._failing():
                 own.enter_context(torch.cuda.stream(self._main))  # a thread without a GPU is refused

@@ -42,6 +42,9 @@ class Device(Protocol):
     torch: Any  # its torch.device
     records: bool  # whether its kernels can be recorded
 
+    def reserve(self, nbytes: int) -> None:
+        """Take what the next `zeros` are parts of, at most `nbytes`. DeviceFailure where it has no room."""
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """On the device. DeviceFailure where it has no room."""
 
@@ -192,6 +195,9 @@ class StandIn:
         self._live: Signals = {}
         self._watch = Watchdog()
         self.watched: list[QueueSpan] | None = None  # a list: what runs is noted in it
+
+    def reserve(self, nbytes: int) -> None:
+        """RAM has no steps to round up to."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)

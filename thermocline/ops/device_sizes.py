@@ -15,6 +15,11 @@ MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and 
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
 PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
 EXPERT_BYTES = 64 << 20  # likewise of whole experts: gate and up of one, or its down
+# torch rounds a tensor of 10 MiB and more up to 2 MiB, and takes 20 MiB for several smaller ones. So a
+# session's tensors are parts of one slab, each from a multiple of 256 bytes on. It may take ROUNDING_BYTES
+# beside what they have: for the beginnings of 41,000 tensors, or the least slab, and the slab's last 2 MiB.
+SLAB_STEP, LEAST_SLAB, SLAB_ALIGN = 2 << 20, 10 << 20, 256
+ROUNDING_BYTES = LEAST_SLAB + SLAB_STEP
 KEYS = 1024  # that one program chooses candidates from
 BYTES = {"f32": 4, "i32": 4, "u8": 1, "f64": 8, "i64": 8}
 

@@ -18,8 +18,8 @@ from thermocline.machine.tiers import Tiers
 from thermocline.model.modes import NO_PROMPT_CACHE, PLAIN, CacheTypes, PromptCacheLimits
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.device_sizes import ROUNDING_BYTES, device_bytes, host_bytes
 from thermocline.ops.device_sizes import StepLimits as Limits
-from thermocline.ops.device_sizes import device_bytes, host_bytes
 from thermocline.plan.cost import EXCESS, MATRIX_SHARE, LayerWork, Reads, Speeds, Work
 from thermocline.plan.hotness import Hotness, in_turn
 from thermocline.plan.memory import device_limits, prompt_cache_bytes, runtime_bytes, scratch_bytes
@@ -28,8 +28,10 @@ from thermocline.plan.solver import Budget
 if TYPE_CHECKING:
     from thermocline.plan.disk.expert_hits import OwnRouting
 
-GPU_RUNTIME_BYTES = 448 << 20  # a GPU library's context, modules and workspace
-# Of RAM, likewise: torch's libraries, the driver's own. An estimate: no card was at hand.
+# Of a GPU, beside tensors: a library's context, modules and workspace (an estimate, too), and rounding.
+GPU_LIBRARY_BYTES = 448 << 20
+GPU_RUNTIME_BYTES = GPU_LIBRARY_BYTES + ROUNDING_BYTES
+# Of RAM: torch's libraries, the driver's own. An estimate: no card was at hand.
 GPU_RAM_BYTES = 512 << 20
 STAGING_BYTES = 64 << 20  # RAM for reads from disk in flight
 

@@ -12,6 +12,8 @@ from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
+from thermocline.plan.placement import gpu
+from thermocline.plan.problem import GPU_LIBRARY_BYTES
 from thermocline.session.gpu_weights import load, load_experts_in_part, load_in_part, with_tried
 from thermocline.session.self_check.verdicts import Setup
 from thermocline.session.store import OnDisk, Opened
@@ -43,6 +45,8 @@ def opened(
     """Take all that is ever taken. `records`: checksums of neurons, where some come from disk."""
     placement, a, experts = decision.placement, decision.arrangement, decision.experts
     devices = tuple(one.device for one in gpus.opened)
+    for i, device in enumerate(devices):
+        device.reserve(placement.used(gpu(i)) - GPU_LIBRARY_BYTES)
     predicted = predictors is not None or gpus.tries
     ops = GpuOps(
         devices, gpus.opened[0].kernels, new_ops(threads), pack.spec,
