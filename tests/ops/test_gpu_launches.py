@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import FFN, Batch, FFNPart, FFNStats, Layer, Linear, Norm, Weights
+from thermocline.plan.cost import Work, launches
+from thermocline.plan.problem import divides
 
 pytestmark = pytest.mark.oracle
 DIM, FFN_DIM, HEADS, KV_HEADS, HEAD = 256, 512, 4, 2, 64
@@ -55,28 +58,41 @@ def rows(format: str, n: int, columns: int) -> DeviceRows:
     return DeviceRows(torch.zeros((n, quant.row_bytes(format, columns)), dtype=torch.uint8), format, columns)
 
 
-def llama(format: str, layers: int) -> tuple[ModelSpec, Weights]:
-    """Return a dense one whose layers are on a device: RMS norms, SiLU, no biases."""
-    spec = ModelSpec("llama", DIM, FFN_DIM, layers, HEADS, KV_HEADS, HEAD, 64, 256, "rms", 1e-5, "silu")
+def llama(format: str, layers: int, activation: str = "silu", experts: int = 1) -> tuple[ModelSpec, Weights]:
+    """Return one whose layers are on a device: RMS norms, no biases."""
+    spec = ModelSpec("llama", DIM, FFN_DIM, layers, HEADS, KV_HEADS, HEAD, 64, 256, "rms", 1e-5, activation)
+    spec = replace(spec, n_experts=experts, n_experts_active=1)
     norm = Norm(np.ones(DIM, np.float32), None)
-    gate, up, down = (rows(format, n, m) for n, m in ((FFN_DIM, DIM), (FFN_DIM, DIM), (DIM, FFN_DIM)))
-    part = FFNPart(Linear(gate, None), up, down, "gpu:0")
+    of_down = (FFN_DIM, DIM) if spec.sparse else (DIM, FFN_DIM)
+    gates, ups, downs = (rows(format, experts * n, m) for n, m in ((FFN_DIM, DIM), (FFN_DIM, DIM), of_down))
+    each = [[x.part(e, experts) for x in (gates, ups, downs)] for e in range(experts)]
+    parts = [FFNPart(Linear(gate, None), up, down, "gpu:0") for gate, up, down in each]
     layer = Layer(
         attn_norm=norm,
         qkv=Linear(rows(format, (HEADS + 2 * KV_HEADS) * HEAD, DIM), None),
         attn_out=Linear(rows(format, DIM, HEADS * HEAD), None),
         ffn_norm=norm,
-        experts=(FFN((part,), None, False),),
+        experts=tuple(FFN((part,), None, spec.sparse) for part in parts),
     )
+    if experts > 1:
+        router = Linear(np.zeros((experts, DIM), np.float32), None)
+        layer = replace(layer, router=router, router_copies={"gpu:0": rows(format, experts, DIM)})
     table = natively(np.zeros((64, DIM), np.float32))
     return spec, Weights(table, None, (layer,) * layers, norm, Linear(rows(format, 64, DIM), None))
 
 
 def of_step(
-    device: StandIn, kernels: Any, names: list[str], format: str, tokens: int, layers: int
+    device: StandIn,
+    kernels: Any,
+    names: list[str],
+    format: str,
+    tokens: int,
+    layers: int,
+    activation: str = "silu",
+    experts: int = 1,
 ) -> list[str]:
     """Return the launches of a step, in order."""
-    spec, weights = llama(format, layers)
+    spec, weights = llama(format, layers, activation, experts)
     limits = StepLimits(max(tokens, 4), 4, spec.max_context, BLOCK)
     ops = GpuOps((device,), kernels, CpuOps(1), spec, limits)
     kv = KVCache(spec, 2, storage=lambda layer, shape: pages_on(device, shape))
@@ -104,3 +120,15 @@ def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], 
     begin = one.index(wanted[0])
     assert one[begin : begin + len(wanted)] == wanted, one
     assert two == one[:begin] + 2 * wanted + one[begin + len(wanted) :]
+
+
+@pytest.mark.parametrize("format", ["f16", "q4_0"])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched) -> None:
+    """Of dense and sparse FFNs, and of mixtures of both."""
+    for activation, experts in (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3)):
+        one, two = (of_step(*launched, format, tokens, n, activation, experts) for n in (1, 2))
+        begin, ffn = (i for i, name in enumerate(one) if name == "norm" and i < len(two) - len(one) + 1)
+        spec, _ = llama(format, 1, activation, experts)
+        counted = launches(divides(spec, 0), False, format, Work("exact", tokens, experts=experts))
+        assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)

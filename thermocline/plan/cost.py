@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.machine.tiers import DiskTier, Kernel, Tiers
+from thermocline.model.formats import FORMATS
 from thermocline.model.sizes import FormatRead, LayerSizes, ModelSizes, PartSize, joined
 from thermocline.model.sizes import Reads as FormatReads
+from thermocline.ops import device_sizes
 from thermocline.ops.interface import FEW
 from thermocline.plan.disk.cache_split import Fetch
 
@@ -38,7 +40,7 @@ MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
 # Neurons that a predictor names for one that is active, where it does not say; published ones: 1.2 to 1.8.
 EXCESS = 1.5
 PREDICT_TOKENS = FEW  # more tokens a step run `exact`
-LAUNCHES = 6  # GPU kernels in a half of a layer
+PREDICTOR_LAUNCHES = 5  # GPU kernels: two products, their inputs in int8, the names
 PAGE = 4096
 IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
 MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
@@ -265,6 +267,21 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
     return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
+def launches(on_gpu: str, shared: bool, format: str, work: Work) -> tuple[int, int]:
+    """Return the kernels of (attention, an FFN) on a GPU. `on_gpu`, `shared`: as `LayerWork`'s.
+
+    Attention is a norm, q k v, rope with the store, scores, their spans' join, and out; an FFN a norm, gate
+    with up, and down, whose sums are joined where it has a row for each neuron. A router is a product and the
+    choice. Inputs of few tokens become int8 for weights in blocks: a kernel for each input.
+    """
+    mixture = on_gpu != "all" and work.experts > 1
+    if work.batch > device_sizes.FEW:  # gate, up, the activation and down of each expert
+        return 6, 1 + 2 * mixture + 4 * (work.experts if mixture else 1) + 4 * shared
+    ints = int(FORMATS[format].block > 1)
+    ffn = 4 + ints if on_gpu == "any" else 3 + 2 * ints
+    return 6 + 2 * ints, ffn + (2 + ints) * mixture + (2 + 2 * ints) * shared
+
+
 def layer_times(
     layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64, f: Bool
 ) -> tuple[F64, F64, F64, F64]:
@@ -281,13 +298,16 @@ def layer_times(
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
     if has_gpu:
         assert v.tiers.gpu is not None
-        launches = LAUNCHES * v.tiers.gpu.launch_us
-        here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
+        launch_us = v.tiers.gpu.launch_us
+        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, v.format, work)
+        here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + of_attention * launch_us
         gpu += np.where(a, here, 0.0)
-        gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
+        asking = v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+        gpu += np.where(p, asking + PREDICTOR_LAUNCHES * launch_us, 0.0)
         # Without a predictor all that are there, but no expert that no token goes to.
         computed = gates[g] if layer.on_gpu == "experts" else np.where(p, gates[g], work.routed * g)
-        ffn_gpu = np.where(g > 0, _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + launches, 0.0)
+        there = _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + of_ffn * launch_us
+        ffn_gpu = np.where(g > 0, there, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n)
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
     if layer.on_gpu == "experts":
