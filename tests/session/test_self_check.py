@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from thermocline.convert.synthetic_weights import WeightStatistics
 from thermocline.errors import Unsupported
 from thermocline.machine import hardware
 from thermocline.model.spec import check_spec
-from thermocline.model.tensors import optional_among
+from thermocline.model.tensors import expected_tensors, optional_among
 from thermocline.pack.pack import Pack
 from thermocline.session import gpu
 from thermocline.session.self_check import verdicts
@@ -67,7 +68,7 @@ def unwritten(shape: str, format: str) -> Pack:
 
 @pytest.mark.parametrize("shape", synthetic.shapes())
 def test_every_shape_has_a_miniature(shape: str) -> None:
-    """With a layer of each kind and all its formats, of at most a hundredth of the weights."""
+    """With a layer of each kind and all its formats, and so few weights that 2 s are enough for them."""
     pack = unwritten(shape, "q4_k_m")
     small = Miniature.of(pack)
     check_spec(small.spec, shape)
@@ -76,6 +77,8 @@ def test_every_shape_has_a_miniature(shape: str) -> None:
     }
     spec = small.spec
     assert {(spec.mixer(i), spec.window(i), spec.ffn(i).active) for i in range(spec.n_layers)} == kinds
+    assert spec.n_experts <= 32 and spec.n_experts_active == pack.spec.n_experts_active
+    assert sum(math.prod(t.shape) for t in expected_tensors(spec, "f16").values()) < 100e6
     assert set(small.matrix_formats) == {t.format for t in pack.tensors.values()} - {"f32"}
     assert Miniature.of(pack) == small
 

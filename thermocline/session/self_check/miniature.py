@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.convert.synthetic_weights import WeightStatistics
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import Latent, ModelSpec
 from thermocline.model.tensors import TensorInfo, formats_in, optional_among
 from thermocline.pack.writer import PackExtras, write_pack
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 # A width's rest by this stays, so that whole blocks stay whole and odd ends stay odd.
 BLOCK = 256
 COLUMNS, NEURONS = 512, 1024
-FEW_COLUMNS, FEW_NEURONS, MANY_EXPERTS = 256, 256, 16  # where there are more experts than that
+FEW_COLUMNS, FEW_NEURONS, MANY_EXPERTS = 256, 256, 8  # where there are more experts than that
+MOST_EXPERTS = 16  # unless a router chooses as many, or out of more groups: 512 (Qwen3-Next) take too long
 TOKENS = 512
 CONTEXT = 64  # positions that are looked up in a table
 
@@ -90,7 +91,7 @@ def _renamed(name: str, chosen: list[int]) -> str | None:
 
 
 def _small(spec: ModelSpec, chosen: list[int]) -> ModelSpec:
-    """Return the spec of those layers, with few columns, neurons and tokens; heads and experts stay."""
+    """Return the spec of those layers, with few columns, neurons, experts and tokens; heads stay."""
 
     def among(layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(at for at, i in enumerate(chosen) if i in layers)
@@ -102,8 +103,10 @@ def _small(spec: ModelSpec, chosen: list[int]) -> ModelSpec:
         n_layers=len(chosen),
         dim=_cut(spec.dim, columns),
         ffn_dim=_cut(spec.ffn_dim, neurons),
+        n_experts=_experts(spec),
         dense_dim=_cut(spec.dense_dim, NEURONS),
         shared_dim=_cut(spec.shared_dim, NEURONS),
+        latent=_latent(spec.latent, columns),
         vocab_size=min(spec.vocab_size, TOKENS),
         max_context=min(spec.max_context, CONTEXT) if spec.position == "learned" else spec.max_context,
         bos_id=None,
@@ -119,3 +122,17 @@ def _small(spec: ModelSpec, chosen: list[int]) -> ModelSpec:
 
 def _cut(n: int, most: int) -> int:
     return n if n < most + BLOCK else most + n % BLOCK
+
+
+def _experts(spec: ModelSpec) -> int:
+    """Return how many experts are left: as many in each group, and more than are chosen."""
+    groups, kept = spec.router.groups, spec.router.groups_kept
+    each = max(MOST_EXPERTS // groups, -(-2 * spec.n_experts_active // kept))
+    return min(spec.n_experts, groups * each)
+
+
+def _latent(latent: Latent | None, columns: int) -> Latent | None:
+    """Return latents whose queries have fewer columns; the kernels see what keys and values have."""
+    if latent is None or latent.q_rank is None:
+        return latent
+    return replace(latent, q_rank=_cut(latent.q_rank, columns))
