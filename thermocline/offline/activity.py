@@ -32,7 +32,16 @@ from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
 from thermocline.offline.packing.rows import PackRows
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer, OpaqueOps, Weights, opaque
+from thermocline.ops.interface import (
+    F32,
+    Batch,
+    FFNStats,
+    Layer,
+    LayerActivations,
+    OpaqueOps,
+    Weights,
+    opaque,
+)
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 from thermocline.pack.pack import Pack
 
@@ -158,23 +167,12 @@ class ActivityRecorder(CpuOps):
         self._counts.add(layer, record, seen)
 
 
-class SeenLayer(Protocol):
-    """`ops.neuron_watch.LayerActivations`."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def h(self) -> F32: ...
-    @property
-    def values(self) -> F32: ...
-
-
 class NeuronsOfGpu(Protocol):
     """`GpuOps`, which bring each FFN's neurons to RAM."""
 
     cpu: CpuOps
 
-    def watch_neurons(self, tokens: int, look: Callable[[SeenLayer], None]) -> None: ...
+    def watch_neurons(self, tokens: int, look: Callable[[LayerActivations], None]) -> None: ...
 
 
 def down_norms(pack: Pack) -> list[F32]:
@@ -293,7 +291,7 @@ class ProfileWorker:
         spec, weights, ops = session.pack.spec, session.loaded.weights, session.loaded.ops
         counts, there = ActivityCounts(spec, weights.layers, norms, sampled), cast("NeuronsOfGpu", ops)
 
-        def look(seen: SeenLayer) -> None:
+        def look(seen: LayerActivations) -> None:
             counts.add(seen.index, seen.values, counts.input(seen.index, seen.h, there.cpu))
 
         there.watch_neurons(STEP, look)

@@ -58,13 +58,14 @@ from thermocline.ops.interface import (
     KVLayer,
     KVShape,
     Layer,
+    LayerActivations,
     Linear,
     WeightMatrix,
     Weights,
 )
 from thermocline.ops.mixing.latent import LatentQueue
 from thermocline.ops.mixing.recurrent import MixerQueue
-from thermocline.ops.neuron_watch import LayerActivations, NeuronWatch
+from thermocline.ops.neuron_watch import NeuronWatch
 
 if TYPE_CHECKING:
     from thermocline.ops.device import Device

@@ -361,6 +361,15 @@ class ExpertUse:
     missed: int = 0  # of those, experts that were not in memory
 
 
+@dataclass(frozen=True)
+class LayerActivations:
+    """An FFN's input and neurons in a step."""
+
+    index: int  # its number among the step's FFNs
+    h: F32  # [tokens, dim], the stream that `ffn_add` read, before the norm
+    values: F32  # [tokens, experts * neurons], what down is multiplied with, before a sub-norm and shares
+
+
 @dataclass
 class FFNStats:
     """The work that sparsity left, summed over layers and tokens."""

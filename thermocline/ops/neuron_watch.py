@@ -16,19 +16,10 @@ from torch import Tensor
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.device_ffn import KINDS, NeuronPlace
-from thermocline.ops.interface import F32
+from thermocline.ops.interface import F32, LayerActivations
 
 if TYPE_CHECKING:
     from thermocline.ops.device import Device, Task
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """An FFN's input and neurons in a step."""
-
-    index: int  # its number among the step's FFNs
-    h: F32  # [tokens, dim], the stream that `ffn_add` read, before the norm
-    values: F32  # [tokens, experts * neurons], what down is multiplied with, before a sub-norm and shares
 
 
 @dataclass
