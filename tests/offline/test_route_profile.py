@@ -212,19 +212,36 @@ def test_what_profile_says_of_a_mixture(files: tuple[Path, Path], thermocline: R
     assert thermocline("verify", files[0]).code == 0
 
 
-def test_neurons_and_experts_of_a_relu_mixture_are_counted(tmp_path: Path, thermocline: Run) -> None:
+@pytest.mark.parametrize("output", ["pack", "another"])
+def test_neurons_and_experts_of_a_relu_mixture_are_counted(
+    output: str, tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neurons once, also where Ctrl-C comes while experts are counted; those of another text again."""
     small = {"moe_num_primary_experts": 16, "moe_ffn_hidden_size": 64, "num_hidden_layers": 2}
     config = test_synth.config_file(tmp_path, "smallthinker-4b", **small)
     pack, asked = tmp_path / "pack", ("--tokens", 256, "--ctx", 64, "--samples", 0, "-q")
     assert thermocline("synth", config, "--format", "q8_0", "-o", pack, "-q").code == 0
+    asked = (*asked, *(() if output == "pack" else ("-o", tmp_path / output)))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("thermocline.offline.routing.route_profiler._chooser", interrupted)
+        assert thermocline("profile", pack, *asked).code == 130
+    if output == "another":
+        refused = thermocline("profile", pack, *asked, "--tokens", 192)
+        assert refused.code == 2 and "exists already" in refused.err
     told = thermocline("profile", pack, *asked, "--json")
     assert told.code == 0, told.err
-    about = json.loads(told.out)
+    about, made = json.loads(told.out), tmp_path / output
+    assert about["resumed_tokens"] == about["tokens"] == 256 and about["routing"]["resumed_tokens"] == 0
     assert difference("profile", about) == [] == difference("routes_profile", about["routing"])
     assert about["routing"]["experts"] == 16 and about["active_fraction"] > 0
-    own = own_routing(open_model(pack, "", None))
+    own = own_routing(open_model(made, "", None))
     assert own is not None and own.tokens == 256
-    said = thermocline("profile", pack, *asked).out
+    said = thermocline("profile", pack, *asked, "--force").out
+    assert "256, " in said and " a second" in said.partition("256, ")[2][:20], "once it was whole, anew"
     assert "of neurons for a token" in said and "of 16 in each of 2 layers" in said
 
 

@@ -83,6 +83,7 @@ class ProfileOptions:
 
 def profile(o: ProfileOptions) -> int:
     from thermocline.offline import profile_plot, profiler
+    from thermocline.offline.routing.after_neurons import neurons_counted
     from thermocline.pack.activity_profile import summary
 
     if (mixture := profile_routes.mixture_of(o.model)) is not None:
@@ -100,9 +101,13 @@ def profile(o: ProfileOptions) -> int:
         n, text = request.samples, request.corpus
         nbytes = size(n * profiler.sample_bytes(request.pack.spec))
         log.info(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {nbytes}")
+        if (counted := neurons_counted(request)) is not None:
+            log.info("the neurons are counted already: going on with the experts")
+        else:
+            _check_output(o, request.pack.path)
         request = replace(request, across=stack.enter_context(workers_of(o)))
         try:
-            done = profiler.profile(request, progress.at)
+            done = counted or profiler.profile(request, progress.at)
             routing = profile_routes.beside_neurons(request, progress)
         except KeyboardInterrupt:
             log.info("interrupted: the same command goes on from here")
@@ -128,14 +133,22 @@ def _done_keys(done: ProfileResult) -> dict[str, Any]:
     return {**found, "dropped": list(done.dropped)}
 
 
+def _check_output(o: ProfileOptions, pack: Path) -> None:
+    """Raise UsageError or IOFailure unless the profiled pack may be written."""
+    from thermocline.pack.writer import check_target
+
+    if o.output is not None and os.path.realpath(o.output) != os.path.realpath(pack):
+        check_target(Path(os.path.realpath(o.output)), o.force)
+
+
 def profile_request(o: ProfileOptions) -> ProfileJob:
     """Return the options as a request. A pack that cannot be profiled is refused before the text is read."""
     from thermocline.llm import BUNDLED
     from thermocline.machine import hardware
     from thermocline.offline import corpus, profiler
     from thermocline.offline.activity import UNIT
+    from thermocline.offline.routing.route_checkpoint import UNFINISHED
     from thermocline.pack.pack import Pack
-    from thermocline.pack.writer import check_target
     from thermocline.text import tokenizer
 
     path = pack_directory(o.model)
@@ -144,8 +157,8 @@ def profile_request(o: ProfileOptions) -> ProfileJob:
         raise UsageError(
             "the bundled model is part of the program and stays as it is; -o DIR writes a profiled one"
         )
-    if o.output is not None and os.path.realpath(output) != os.path.realpath(path):
-        check_target(Path(os.path.realpath(output)), o.force)
+    if not (output / UNFINISHED).exists():  # else what is there may be this profile's
+        _check_output(o, path)
     pack = Pack.open(path)
     profiler.check_sparse(pack.spec)
     limit = pack.spec.max_context

@@ -14,7 +14,7 @@ import numpy as np
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.pack import sidecar
-from thermocline.pack.route_profile import I64, U16, RouteProfile, path_of, routed_layers
+from thermocline.pack.route_profile import I64, ROUTES, U16, RouteProfile, path_of, routed_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from thermocline.pack.stored_model import StoredModel
 
 KIND = "unfinished routes"
+UNFINISHED = f"{ROUTES}.unfinished"  # its name in a pack
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,19 @@ class RouteCheckpoint:
     def path(self) -> Path:
         path = path_of(self._model)
         return path.with_name(f"{path.name}.unfinished")
+
+    def begin(self) -> None:
+        """Write the file unless there is one of the same text. Raises IOFailure."""
+        if not self.begun:
+            self.save(self._nothing())
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a file of the same text, with counts or without."""
+        try:
+            return self._loaded() is not None
+        except (BadFile, IOFailure):
+            return False
 
     def load(self) -> RouteCounts:
         """Return what an interrupted profile of the same text has counted, else nothing."""

@@ -76,6 +76,7 @@ def beside_neurons(job: ProfileJob, progress: ProgressBar) -> dict[str, Any] | N
 
     None where no expert is ever on disk whole.
     """
+    from thermocline.offline.routing.route_checkpoint import RouteCheckpoint
     from thermocline.offline.routing.route_profiler import RouteJob
     from thermocline.pack.pack import Pack
     from thermocline.session.options import EngineOptions
@@ -86,6 +87,7 @@ def beside_neurons(job: ProfileJob, progress: ProgressBar) -> dict[str, Any] | N
     options = EngineOptions(
         context=job.context, max_batch=1, threads=job.threads, ram=job.ram, gpu=job.gpu, vram=job.vram
     )
+    RouteCheckpoint(pack, job.corpus, job.context).begin()  # from here on the neurons are not counted again
     return _counted(RouteJob(pack, job.corpus, options, job.across), progress)
 
 
