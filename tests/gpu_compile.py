@@ -236,7 +236,7 @@ def loads_of(arguments: list[int], ptx: str) -> dict[int, int]:
         before, sizes = len(known), {}
         for line in lines:
             names = re.findall(r"%\w+", line.split("//")[0])
-            load = re.match(r"(?:@\S+ )?ld\.global[.\w]*?(?:\.v(\d))?\.[bus](\d+) ", line)
+            load = re.match(r"(?:@\S+ )?ld\.global[.:\w]*?(?:\.v(\d))?\.[bus](\d+) ", line)
             if load and names and names[-1] in known:
                 size = int(load[1] or 1) * int(load[2]) // 8
                 sizes[size] = sizes.get(size, 0) + 1

@@ -35,6 +35,8 @@ def prepared(build_dir: Path, source: Path | None, seconds: float) -> Path | str
     except subprocess.TimeoutExpired:
         return f"its build was not finished after {seconds:.0f} s: run again, it goes on"
     except subprocess.CalledProcessError as e:
+        if "pip" in e.cmd:
+            return "its source cannot be fetched, the errors are above: without a network give --llama-source"
         tool = " ".join([Path(e.cmd[0]).name, *(a for a in e.cmd[1:3] if not Path(a).is_absolute())])
         return f"its build failed: {tool} ended with code {e.returncode}, its errors are above"
     except (OSError, StopIteration, tarfile.TarError) as e:  # a disk that is full, a package that is another

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_report import targets_json
 
-from thermocline.errors import UsageError
+from thermocline.errors import IOFailure, UsageError
 
 KIND = "thermocline-gpu-bench"
 TRIES = 2
@@ -38,7 +38,12 @@ class Results:
             found = {}
         if not isinstance(found, dict) or found.get("kind") != KIND:
             raise UsageError(f"{path}: not written by bench/gpu/gpu.py; give another --results")
-        return Results(path, facts, found["items"], found.get("begun", {}), private)
+        made = Results(path, facts, found["items"], found.get("begun", {}), private)
+        try:
+            made._write()  # what is measured for minutes can be kept
+        except OSError as e:
+            raise IOFailure(f"{path}: cannot be written ({e.strerror}); give another --results") from None
+        return made
 
     def wanted(self, key: str) -> bool:
         found = self.items.get(key)

@@ -487,6 +487,19 @@ def test_ram_that_grows_is_counted_as_it_will_be(
     assert hardware._system_memory(Path("/")) == (4 << 30, (4 << 30) - (256 << 20))
 
 
+def test_a_repository_that_is_read_only_is_said_before_anything_is_measured(
+    call: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_text", read_only)
+    monkeypatch.setattr(call.modules.gpu_check, "check", lambda *_: pytest.fail("checked in vain"))
+    argv = ["--gpu", "stand-in", "--results", str(call.results)]
+    assert call.modules.gpu.main(argv) == 4
+    assert "cannot be written (Read-only file system); give another --results" in call.capsys.readouterr().err
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_llama_that_ends_leaves_our_record(
     after: int, call: Bench, monkeypatch: pytest.MonkeyPatch
@@ -651,6 +664,9 @@ def test_a_source_that_cannot_be_fetched_is_a_reason(
     monkeypatch.setattr(
         bench.build_llamacpp.sys, "executable", str(tools / "nvcc")
     )  # a pip that brings nothing
+    (tools / "nvcc").write_text("#!/bin/sh\nexit 1\n")  # one without a network
+    assert "give --llama-source" in bench.gpu_llama.prepared(tmp_path / "b", None, 60.0)
+    (tools / "nvcc").write_text("#!/bin/sh\nexit 0\n")
     assert bench.gpu_llama.prepared(tmp_path / "b", None, 60.0) == "its build failed: StopIteration"
     (tmp_path / "b" / f"x-{bench.build_llamacpp.VERSION}.tar.gz").write_text("no archive")
     assert bench.gpu_llama.prepared(tmp_path / "b", None, 60.0) == "its build failed: ReadError"

@@ -81,6 +81,23 @@ def check_products(f: dict[str, Any]) -> None:
         assert f["loop"] / (32 * rows) <= INSTRUCTIONS[of["FORMAT"]], f
 
 
+def test_loads_are_counted_of_the_weights_alone() -> None:
+    """Wide ones of activations were counted, too: weights could have come byte by byte."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    import gpu_compile  # not before: see test_gpu_launches
+
+    ptx = """
+        ld.param.u64 %rd1, [matmul_few_param_0];
+        ld.param.u64 %rd2, [matmul_few_param_1];
+        add.s64 %rd3, %rd1, 64;
+        mad.wide.s32 %rd4, %r9, 18, %rd2;
+        @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd3 + 0 ];
+        ld.global.L1::evict_first.b8 { %rs1 }, [ %rd4 + 0 ];
+        ld.global.b8 { %rs2 }, [ %rd4 + 1 ];
+    """
+    assert gpu_compile.loads_of([0], ptx) == {16: 1} and gpu_compile.loads_of([1], ptx) == {1: 2}
+
+
 def test_every_number_of_tokens_has_code_that_is_compiled() -> None:
     """GPU_COMPILE=all leaves out no launch of a matrix kernel, whatever the number of tokens."""
     env = installed("newest")
