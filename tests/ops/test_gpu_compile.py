@@ -17,8 +17,9 @@ pytestmark = pytest.mark.oracle
 
 # Every number of tokens that has code of its own: more than 16 are multiplied in tiles of 32, 64 or 128.
 TOKENS = "1,2,4,8,16,32,64,128"
-# Tokens and formats. A usual format has one token on each target, with one Triton or the other; the most usual
-# two have both Tritons somewhere. All of them on all targets with both took over 20 minutes of a processor.
+# Tokens and formats. A usual format has one token on each target, with one Triton or the other; the most
+# usual two have both Tritons somewhere. All of them on all targets with both took over 20 minutes of a
+# processor.
 AHEAD = {
     ("sm_80", "newest"): [("1", ["f16", "q4_k"]), ("16", ["q4_0"])],
     ("sm_80", "older"): [("1", ["q4_0", "q8_0", "q6_k", "f32"])],
