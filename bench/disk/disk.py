@@ -85,7 +85,7 @@ def theirs(args: argparse.Namespace, limit: float, tokens: Path) -> dict[str, An
 
 def planned(args: argparse.Namespace, limit: float) -> dict[str, Any]:
     command = thermocline("plan", args.pack, "--ram", limit, "--sparsity", args.sparsity, "-t", args.threads)
-    command += ["--json", "-q"]
+    command += ["--ctx", str(args.depth + args.gen), "--json", "-q"]  # keys and values as in a run
     answer: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return answer | {"model": args.pack.name}  # not where it was
 

@@ -102,6 +102,7 @@ def measure(pack: Pack, options: EngineOptions, tokens: int, new: int, chunk: in
     found = computing(e, ids, chunk)
     second_turn, there = first_token(e, [*ids, *range(5, 5 + new)])
     session.close()
+    del session, e  # its memory is for the next one
     nbytes = sum(p.stat().st_size for p in directory.glob("*/*"))
     out: dict[str, Any] = {
         "tokens": len(ids), "new_tokens": new, "bytes": nbytes, **found, "in_memory_s": second_turn,
@@ -117,6 +118,7 @@ def measure(pack: Pack, options: EngineOptions, tokens: int, new: int, chunk: in
         out |= {f"{name}_s": seconds, f"{name}_gb_per_s": counts.read_bytes / seconds / 1e9}
         out[f"{name}_times_faster"] = found["computed_s"] / seconds
         session.close()
+        del session, e
     return out
 
 
