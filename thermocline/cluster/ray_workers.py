@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Generator, Iterable
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 from thermocline.cluster.ray_cluster import RayCluster, refusal
@@ -19,6 +20,7 @@ R = TypeVar("R")
 
 AHEAD = 2  # shards that a worker has: one it computes, and the next, so that it waits for nobody
 RETRIES = 3  # times that Ray sends a shard again whose worker died: as it does by default for its tasks
+LOSSES = 2  # times that a shard goes to another actor: nodes may be lost, and a shard may kill its workers
 PATIENCE_S = 30.0  # after which a person is told that no worker was placed
 
 
@@ -52,8 +54,11 @@ class RayWorkers:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": {"THERMOCLINE_ISA": origin.isa}},  # else a newer CPU's sums differ
         )
-        actors = [actor.remote(self.threads, origin, f"Ray worker {i + 1}") for i in range(count)]
-        dispatch = _Dispatch(actors, ray.put(work), shards)
+
+        def started(i: int) -> Any:
+            return actor.remote(self.threads, origin, f"Ray worker {i + 1}")
+
+        dispatch = _Dispatch(started, count, ray.put(work), shards)
         try:
             yield from dispatch.results()
         finally:
@@ -61,24 +66,40 @@ class RayWorkers:
 
 
 class _Dispatch:
-    """Which actor has which shards. An actor without any goes, so that a lost one can take its place."""
+    """Which actor has which shards. An actor without any goes, so that a lost one can take its place.
 
-    def __init__(self, actors: list[Any], work: Any, shards: Iterable[Any]) -> None:
-        self._work, self._left = work, enumerate(shards)
-        self._actors = dict(enumerate(actors))
+    Ray starts an actor again whose process died. One that is lost with its node goes from here: its shards go
+    to others, and an actor in its place waits until the cluster has room for it.
+    """
+
+    def __init__(self, started: Callable[[int], Any], count: int, work: Any, shards: Iterable[Any]) -> None:
+        self._started, self._work, self._left = started, work, enumerate(shards)
+        self._again: list[tuple[int, Any]] = []  # shards of lost actors, with their numbers
+        self._losses: Counter[int] = Counter()  # of each shard
+        self._ended = False  # no shard is left but those
+        self._actors: dict[int, Any] = {}
         # Of each call that is not over: its actor, and its shard; None: whether it may take any.
-        self._calls: dict[Any, tuple[int, int | None]] = {
-            a.pid.remote(): (i, None) for i, a in self._actors.items()
-        }
+        self._calls: dict[Any, tuple[int, tuple[int, Any] | None]] = {}
         self._done: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        for _ in range(count):
+            self._begin()
+
+    def _begin(self) -> None:
+        i = next(self._numbers)
+        self._actors[i] = self._started(i)
+        self._calls[self._actors[i].pid.remote()] = (i, None)
 
     def results(self) -> Generator[Any]:
         for wanted in itertools.count():
-            while wanted not in self._done and self._calls:
+            while wanted not in self._done and self._unfinished():
                 self._wait()
             if wanted not in self._done:
                 return
             yield _result(self._done.pop(wanted))
+
+    def _unfinished(self) -> bool:
+        return not self._ended or bool(self._again) or any(shard for _, shard in self._calls.values())
 
     def _wait(self) -> None:
         """Take in a call that is over, and give its actor more."""
@@ -93,20 +114,64 @@ class _Dispatch:
         actor, shard = self._calls.pop(ref)
         if shard is None:
             _result(ref)
+        elif self._losses[shard[0]] < LOSSES and _lost(ref):
+            self._losses[shard[0]] += 1
+            self._again.append(shard)
+            self._replace(actor)
         else:
-            self._done[shard] = ref
+            self._done[shard[0]] = ref
+        if actor in self._actors:
+            self._give(actor)
+
+    def _give(self, actor: int) -> None:
+        """Let an actor have AHEAD shards, or go if there is none for it."""
+        import ray
+
         held = sum(i == actor for i, _ in self._calls.values())
-        for n, given in itertools.islice(self._left, AHEAD - held):
-            self._calls[self._actors[actor].run.remote(self._work, given)] = (actor, n)
+        while held < AHEAD and (shard := self._next()) is not None:
+            self._calls[self._actors[actor].run.remote(self._work, shard[1])] = (actor, shard)
             held += 1
         if held == 0:
             ray.kill(self._actors.pop(actor))
+
+    def _next(self) -> tuple[int, Any] | None:
+        """Return the next shard's number, and where it is: Ray keeps it until its call is over."""
+        import ray
+
+        if self._again:
+            return self._again.pop(0)
+        shard = next(self._left, None)
+        self._ended = shard is None
+        return None if shard is None else (shard[0], ray.put(shard[1]))
+
+    def _replace(self, actor: int) -> None:
+        """Begin another actor in place of a lost one. The first of its calls that fails is told so."""
+        import ray
+
+        if (lost := self._actors.pop(actor, None)) is not None:
+            ray.kill(lost)
+            log.info("a Ray worker was lost with its node: its shards go to others")
+            self._begin()
 
     def close(self) -> None:
         import ray
 
         for actor in self._actors.values():
             ray.kill(actor)
+
+
+def _lost(ref: Any) -> bool:
+    """Return whether a call ended because its actor is gone, and Ray's retries did not reach it."""
+    import ray
+    from ray import exceptions
+
+    try:
+        ray.get(ref)
+    except (exceptions.ActorUnavailableError, exceptions.ActorDiedError):
+        return True
+    except Exception:  # `_result` raises it when its turn comes
+        return False
+    return False
 
 
 def _result(ref: Any) -> Any:
