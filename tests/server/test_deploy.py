@@ -38,7 +38,7 @@ def port() -> Iterator[int]:
     command = ["deploy", "--replicas", "2", "-t", "1", "--parallel", "64", "--port", str(number)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
-        [sys.executable, "-m", "thermocline", *command], stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-P", "-m", "thermocline", *command], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             assert process.stderr is not None

@@ -145,7 +145,10 @@ def _connect(address: str, cpus: int) -> None:
     if address == LOCAL:
         about |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        ray.init(address, namespace="thermocline", **about)
+        # Ray's processes import from the directory that this one is in, before all others. In a checkout that
+        # is a thermocline without its compiled core.
+        with contextlib.chdir(os.sep):
+            ray.init(address, namespace="thermocline", **about)
     except ThermoclineError:
         raise
     except Exception as e:  # Ray raises ConnectionError, RuntimeError, ValueError and classes of its own

@@ -98,6 +98,11 @@ def deployment_of(o: DeployOptions) -> DeploymentOptions:
     files, engine = model_options(o, template), engine_options(o, o.parallel)
     if files.model is not None and os.path.exists(files.model):
         files = replace(files, model=os.path.abspath(files.model))
+    # Replicas are in a directory of Ray's.
+    if files.cache_dir is not None:
+        files = replace(files, cache_dir=Path(os.path.abspath(files.cache_dir)))
+    if engine.prompt_cache_dir is not None:
+        engine = replace(engine, prompt_cache_dir=os.path.abspath(engine.prompt_cache_dir))
     server = ServerOptions(limits_of(o), o.alias, sampling(o))
     return DeploymentOptions(
         ReplicaOptions(files, replace(engine, threads=threads), server),
