@@ -17,8 +17,9 @@ export const current = () => known.find((m) => m.id === $("models").value) ?? nu
 
 /** Asks the server for its models, and shows them. */
 export async function refresh() {
-  const chosen = current()?.id ?? remembered("model", "");
-  known = await models();
+  const found = await models();
+  const chosen = current()?.id ?? remembered("model", ""); // only now: another one may be chosen meanwhile
+  known = found;
   const options = known.map((m) => {
     const state = Object.hasOwn(STATES, m.state) ? ` (${STATES[m.state]})` : "";
     return el("option", { value: m.id, textContent: m.id + state });
