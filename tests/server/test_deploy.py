@@ -101,7 +101,7 @@ def whole(stream: Stream) -> bool:
 
 
 def lost_amid_streams(port: int) -> list[Stream]:
-    """Kill a replica while it streams; -> its streams that were not over. Others are whole, it is new."""
+    """Kill a replica while it streams, and wait for another; -> its streams that were not over."""
     streams = [Stream(port, body_of(n, tokens=TOKENS)) for n in range(STREAMS)]
     for stream in streams:
         assert stream.begun.wait(WAIT_S)
