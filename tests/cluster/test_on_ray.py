@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,15 @@ def test_a_profile_on_ray_is_the_same_bytes_though_a_worker_is_killed(
     assert not children()
 
 
-def test_workers_on_ray_say_what_went_wrong(tmp_path: Path) -> None:
+def test_workers_on_ray_say_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with ray_cluster("local", 2) as cluster:
         import ray
 
+        assert Path.cwd() == tmp_path
+        assert str(tmp_path) not in ray.get(ray.remote(lambda: sys.path).remote()), (
+            "nothing is imported from there"
+        )
         assert cluster.cpus == 2 and len(cluster.nodes) == 1
         hosts = [n["NodeManagerAddress"] for n in ray.nodes()]
         assert hosts == ["127.0.0.1"]  # no other machine can reach it

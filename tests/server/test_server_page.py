@@ -798,6 +798,23 @@ def test_one_of_several_models_can_be_chosen(browser: Any, directory: Served, ma
         assert found.page.input_value("#models") == "large&b", "the choice is remembered"
 
 
+def test_a_model_that_is_chosen_while_the_list_comes_stays_chosen(browser: Any, directory: Served) -> None:
+    with tab(browser, directory.url) as found:
+        found.begin()
+        held: list[Any] = []
+        found.page.route("**/v1/models", lambda route: held.append(route))
+        found.page.dispatch_event("#models", "pointerdown")
+        found.until(lambda: len(held) == 1)
+        found.page.select_option("#models", "small")
+        found.until(lambda: len(held) == 2)
+        held[1].continue_()
+        found.page.wait_for_selector("#send:enabled")
+        shown = found.page.query_selector("#models option")
+        held[0].continue_()
+        found.until(lambda: not shown.evaluate("node => node.isConnected"))
+        assert found.page.input_value("#models") == "small"
+
+
 def test_the_page_begins_with_a_model_that_is_loaded(
     browser: Any, directory: Served, machine: Machine
 ) -> None:
