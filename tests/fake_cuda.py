@@ -266,7 +266,10 @@ def driver(card: Card) -> Any:
             raise card.faults.error  # Ctrl-C, on its way back from the driver
         return card.faults.error if isinstance(card.faults.error, int) else 719
 
-    def refused() -> int:
+    def of_word(name: str) -> int:
+        """Return the code of a call for a word: 0 if the driver queues it."""
+        if card.faults.due(name):
+            return code()
         if card.words == "refused in a recording" and card.capture is not None:
             card.capture.broken = True
             return 900
@@ -275,9 +278,7 @@ def driver(card: Card) -> Any:
     class Library:
         @staticmethod
         def cuStreamWriteValue32_v2(stream: int, address: int, value: int, flags: int) -> int:
-            if card.faults.due("cuStreamWriteValue32"):
-                return code()
-            if error := refused():
+            if error := of_word("cuStreamWriteValue32"):
                 return error
             assert flags == 0, "a write that may come before what was written before"
 
@@ -290,9 +291,7 @@ def driver(card: Card) -> Any:
 
         @staticmethod
         def cuStreamWaitValue32_v2(stream: int, address: int, value: int, flags: int) -> int:
-            if card.faults.due("cuStreamWaitValue32"):
-                return code()
-            if error := refused():
+            if error := of_word("cuStreamWaitValue32"):
                 return error
             assert flags == 1, "CU_STREAM_WAIT_VALUE_EQ"
 

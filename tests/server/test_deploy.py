@@ -13,10 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Ran
+
+from thermocline.cli.commands.deploy import DeployOptions, deployment_of
 
 STREAMS, TOKENS, WAIT_S = 64, 400, 120
 
@@ -25,6 +28,15 @@ def test_what_replicas_cannot_do_is_refused(thermocline: Callable[..., Ran]) -> 
     for argv in (["--socket", "/tmp/x"], ["--gpu", "stand-in"]):
         told = thermocline("deploy", *argv)
         assert told.code == 2 and argv[0] in told.err and "leave it out" in told.err
+
+
+def test_replicas_get_paths_that_hold_in_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = deployment_of(DeployOptions(cache_dir="packs", prompt_cache_dir="prompts", port=0)).replica
+    paths = made.files.cache_dir, made.engine.prompt_cache_dir
+    assert paths == (str(tmp_path / "packs"), str(tmp_path / "prompts"))
 
 
 @pytest.fixture

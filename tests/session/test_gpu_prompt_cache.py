@@ -204,14 +204,20 @@ def test_what_left_the_device_comes_back_from_ram_with_the_uncached_bits(divided
     assert found == [(*turn, 96) for turn in alone]
 
 
+def stored(divided: Divided, directory: Path) -> tuple[list[int], str]:
+    """Keep the first text in a directory; -> tokens and hash of its next turn, uncached."""
+    alone = answer(divided.engine(), [*TEXTS[0], 5])[:2]
+    first = divided.engine(files=on_disk(directory))
+    answer(first, TEXTS[0])
+    first.close()
+    return alone
+
+
 def test_a_restore_that_is_broken_off_names_nothing(
     divided: Divided, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device fails amid it: the session is told, and files stay. Another request is served from them."""
-    alone = answer(divided.engine(), [*TEXTS[0], 5])[:2]
-    first = divided.engine(files=on_disk(tmp_path / "d"))
-    answer(first, TEXTS[0])
-    first.close()
+    alone = stored(divided, tmp_path / "d")
     e, true, calls = divided.engine(files=on_disk(tmp_path / "d")), DevicePlaces.put, Counter[str]()
 
     def broken(self: DevicePlaces, *args: Any) -> None:
@@ -234,12 +240,9 @@ def test_a_step_that_was_given_up_ends_before_its_block_is_read_into(
     divided: Divided, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer ends at a stop token while its next step, which is slow, still writes to what is free now."""
-    alone = answer(divided.engine(), [*TEXTS[0], 5])[:2]
-    first = divided.engine(files=on_disk(tmp_path / "d"))
-    answer(first, TEXTS[0])
+    alone = stored(divided, tmp_path / "d")
     long = dataclasses.replace(SHORT, max_tokens=12, ignore_eos=False)
-    tokens, *_ = answer(first, TEXTS[1][:9], long)
-    first.close()
+    tokens, *_ = answer(divided.engine(), TEXTS[1][:9], long)
     e, true, slow = divided.engine(files=on_disk(tmp_path / "d")), torch_kernels.rope_store, list[float]()
 
     def store(*args: Any) -> None:

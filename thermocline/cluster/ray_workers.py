@@ -161,7 +161,10 @@ class _Dispatch:
 
 
 def _lost(ref: Any) -> bool:
-    """Return whether a call ended because its actor is gone, and Ray's retries did not reach it."""
+    """Return whether a call ended because its actor is gone, and Ray's retries did not reach it.
+
+    A value that came is left to Ray until its turn, so that many of them may wait on disk.
+    """
     import ray
     from ray import exceptions
 

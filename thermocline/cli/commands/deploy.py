@@ -97,12 +97,9 @@ def deployment_of(o: DeployOptions) -> DeploymentOptions:
     threads = o.threads if o.threads > 0 else max(1, hardware.default_threads() // o.replicas)
     files, engine = model_options(o, template), engine_options(o, o.parallel)
     if files.model is not None and os.path.exists(files.model):
-        files = replace(files, model=os.path.abspath(files.model))
-    # Replicas are in a directory of Ray's.
-    if files.cache_dir is not None:
-        files = replace(files, cache_dir=Path(os.path.abspath(files.cache_dir)))
-    if engine.prompt_cache_dir is not None:
-        engine = replace(engine, prompt_cache_dir=os.path.abspath(engine.prompt_cache_dir))
+        files = replace(files, model=_absolute(files.model))
+    files = replace(files, cache_dir=_absolute(files.cache_dir))
+    engine = replace(engine, prompt_cache_dir=_absolute(engine.prompt_cache_dir))
     server = ServerOptions(limits_of(o), o.alias, sampling(o))
     return DeploymentOptions(
         ReplicaOptions(files, replace(engine, threads=threads), server),
@@ -113,6 +110,11 @@ def deployment_of(o: DeployOptions) -> DeploymentOptions:
         port,
         0 if o.ram is None else int(o.ram * 2**30),
     )
+
+
+def _absolute(path: str | Path | None) -> str | None:
+    """Return a path that a replica understands, whose working directory is not this one."""
+    return None if path is None else os.path.abspath(path)
 
 
 def _wait() -> None:

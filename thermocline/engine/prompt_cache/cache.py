@@ -292,8 +292,8 @@ class PromptCache:
                 one.places.publish(one.place, one.name)
         if bad:
             for one in restore.bad:
-                for store in self._stores:
-                    store.drop(one.name, self._parts[id(one.places)].name)
+                if self._files is not None:
+                    self._files.drop(one.name, self._parts[id(one.places)].name)
             self._kv.begin_again(restore.table, restore.tokens)
             self._kv.look_again(restore.table, restore.ids, restore.tokens)
         if (gained := restore.table.sealed - restore.begun) > 0:

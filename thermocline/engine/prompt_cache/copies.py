@@ -40,9 +40,6 @@ class PromptCopies:
         if (found := self._copies.get((text, part))) is not None:
             found.used_ns = used_ns
 
-    def drop(self, text: bytes, part: str) -> None:
-        """Keep it: nothing here is found to be wrong."""
-
     def sections(
         self, text: bytes, part: str, sizes: Sequence[int], buffer: memoryview
     ) -> Iterator[memoryview]:

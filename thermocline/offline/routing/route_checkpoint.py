@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from thermocline.pack.stored_model import StoredModel
 
 KIND = "unfinished routes"
-UNFINISHED = f"{ROUTES}.unfinished"  # its name in a pack
+_SUFFIX = ".unfinished"  # behind the name of a whole profile
+UNFINISHED = ROUTES + _SUFFIX  # the name in a pack
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RouteCheckpoint:
     @property
     def path(self) -> Path:
         path = path_of(self._model)
-        return path.with_name(f"{path.name}.unfinished")
+        return path.with_name(path.name + _SUFFIX)
 
     def begin(self) -> None:
         """Write the file unless there is one of the same text. Raises IOFailure."""
