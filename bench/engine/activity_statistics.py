@@ -96,11 +96,14 @@ class Watch(CpuOps):
         self._layer = 0
         return super().step(*args, **more)
 
-    def read_ahead(self, x: F32, bound: Any, sparsity: str, *, shares: F32 | None = None) -> None:
+    def begin_ffn(
+        self, x: F32, bound: Any, sparsity: str, *, shares: F32 | None = None, apart: bool = False
+    ) -> F32:
         if self._layer == len(self.before):
             self.before.append([])
             self.found.append([])
         self.before[self._layer].append(x.copy())
+        return x.copy() if apart else x
 
     def ffn_add(
         self,

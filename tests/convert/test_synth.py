@@ -105,7 +105,8 @@ class Watched:
     def bind_ffn(self, spec: Any, layer: Layer) -> Any:
         return spec, layer, self._ops.bind_ffn(spec, layer)
 
-    def read_ahead(self, *args: Any, **more: Any) -> None: ...
+    def begin_ffn(self, x: F32, *args: Any, apart: bool, **more: Any) -> F32:
+        return x.copy() if apart else x
 
     def ffn_add(self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats, **more: Any) -> None:
         spec, layer, inner = bound

@@ -17,6 +17,7 @@ import numpy as np
 import placements
 import pytest
 import test_gpu
+import test_gpu_parallel
 import torch
 from fake_cuda import ANY, ORDERS, Card, Order, Words
 
@@ -36,15 +37,21 @@ PROMPT = 5  # tokens: few enough for a recording
 
 
 class Lab:
-    """A model of three layers: divided, all on the card, its neurons all in RAM."""
+    """A model of three layers: divided, all on the card, its neurons all in RAM.
+
+    If both halves of its layers read the same stream, the second one is divided, too, behind two norms.
+    """
 
     def __init__(self, pack: Pack, card: Card) -> None:
         self.card = card
-        each = tuple(placements.layer(pack.spec, True, False, n) for n in (96, 512, 0))
+        counts = (96, 96, 0) if pack.spec.parallel else (96, 512, 0)
+        each = tuple(placements.layer(pack.spec, True, False, n) for n in counts)
         self.places = Placement(each, "gpu:0")
         self.device = cuda.Cuda()
         self.ops = test_gpu.gpu_ops(self.device, pack.spec)  # type: ignore[arg-type]
         made = gpu_weights.load(pack, self.places, (self.device,), self.ops.cpu)
+        if pack.spec.parallel:
+            made = test_gpu_parallel.two_norms(made, 1)
         self.model = bind(pack.spec, made, self.ops)
         self.kv = KVCache(pack.spec, 1, storage=test_gpu.storage(self.places, self.device))
         at = np.arange(PROMPT, dtype=np.int32)
@@ -72,11 +79,13 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab(path: Path, order: Order, patch: pytest.MonkeyPatch, words: Words = "taken") -> Iterator[Lab]:
+def lab(
+    path: Path, order: Order, patch: pytest.MonkeyPatch, words: Words = "taken", model: str = "in turn"
+) -> Iterator[Lab]:
     path.mkdir(exist_ok=True)
     card = Card(order=order, words=words)
     fake_cuda.install(patch, card)
-    made = Lab(test_gpu.pack_of(path, "f32"), card)
+    made = Lab(test_gpu.pack_of(path, "f32") if model == "in turn" else test_gpu_parallel.falcon(path), card)
     assert made.device.hand_over == ("words in pinned memory" if words == "taken" else "host functions")
     yield made
     card.slow = False
@@ -84,23 +93,39 @@ def lab(path: Path, order: Order, patch: pytest.MonkeyPatch, words: Words = "tak
     assert not card.queues.count and card.now is None and not card.cut_off
 
 
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> F32:
-    with pytest.MonkeyPatch.context() as patch, lab(tmp_path_factory.mktemp("m"), "at once", patch) as x:
-        return x.step()
-
-
+MODELS = ("in turn", "parallel")  # how halves of a layer follow each other
 KINDS = ("queued", "recorded", "replayed")
 
 
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, F32]:
+    """Of each model, its FFNs begun behind attention."""
+    found = {}
+    for model in MODELS:
+        path = tmp_path_factory.mktemp("m")
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            test_gpu_parallel.in_turn(),
+            lab(path, "at once", patch, model=model) as x,
+        ):
+            found[model] = x.step()
+    return found
+
+
+@pytest.fixture
+def truth(truths: dict[str, F32]) -> F32:
+    return truths["in turn"]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_step_is_the_same_whichever_queue_comes_first(
-    order: Order, truth: F32, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: Order, model: str, truths: dict[str, F32], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lab(tmp_path, order, monkeypatch) as x:
+    with lab(tmp_path, order, monkeypatch, model=model) as x:
         for how in KINDS:
             x.prepare(how)
-            assert np.array_equal(x.step(), truth), how
+            assert np.array_equal(x.step(), truths[model]), how
 
 
 # ---- hand-over by words
@@ -178,10 +203,16 @@ def test_a_task_that_was_asked_for_is_waited_for_although_its_step_was_broken_of
     device.close()
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["beside", "join"])
 @pytest.mark.parametrize("how", KINDS)
 def test_a_wait_between_queues_that_is_missing_is_seen(
-    how: str, name: str, truth: F32, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    name: str,
+    model: str,
+    truths: dict[str, F32],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the tests themselves: in one order at least the answer is another, or a recording is refused."""
 
@@ -192,9 +223,9 @@ def test_a_wait_between_queues_that_is_missing_is_seen(
         self._on = self._main
 
     changed = {"beside": beside, "join": lambda self: None}[name]
-    seen = []
+    seen, truth = [], truths[model]
     for i, order in enumerate(ORDERS):
-        with pytest.MonkeyPatch.context() as patch, lab(tmp_path / str(i), order, patch) as x:
+        with pytest.MonkeyPatch.context() as patch, lab(tmp_path / str(i), order, patch, model=model) as x:
             patch.setattr(Cuda, name, changed)
             try:
                 x.prepare(how)
@@ -264,16 +295,22 @@ def settled(x: Lab, left: int = 0) -> None:
         assert not words.expected, "nobody looks at the words any more"
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("how", KINDS)
 @pytest.mark.parametrize("order", ORDERS[1:])
 def test_a_step_that_is_broken_off_at_any_call_leaves_nothing_running(
-    order: Order, how: str, truth: F32, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: Order,
+    how: str,
+    model: str,
+    truths: dict[str, F32],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its tasks go when the next step has settled; the driver calls none of them later (`fake_cuda`).
 
     Where a recording is broken off, only its places are on their way; the next step's follow them.
     """
-    with lab(tmp_path, order, monkeypatch) as x:
+    with lab(tmp_path, order, monkeypatch, model=model) as x:
         x.prepare(how)
         x.card.faults.set("", 0, None)
         x.step()
@@ -285,20 +322,26 @@ def test_a_step_that_is_broken_off_at_any_call_leaves_nothing_running(
             with pytest.raises(KeyboardInterrupt):
                 x.step()
             settled(x, x.placed if how == "recorded" else 0)
-        assert np.array_equal(x.step(), truth)
+        assert np.array_equal(x.step(), truths[model])
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("how", ["queued", "replayed"])
 @pytest.mark.parametrize("order", ORDERS[1:])
 def test_a_step_that_is_given_up_at_any_point_of_it_leaves_nothing_running(
-    order: Order, how: str, truth: F32, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: Order,
+    how: str,
+    model: str,
+    truths: dict[str, F32],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each time somebody looks, one kernel, copy or task has run: Ctrl-C comes after 0, 1, 2 ... of them."""
-    with lab(tmp_path, order, monkeypatch) as x:
+    with lab(tmp_path, order, monkeypatch, model=model) as x:
         x.prepare(how)
         x.card.slow = True
         x.card.faults.set("", 0, None)
-        first, again = FFNStats(), FFNStats()
+        first, again, truth = FFNStats(), FFNStats(), truths[model]
         assert np.array_equal(x.step(first), truth)
         looks = x.card.faults.seen["Event.query"]
         assert looks > 40

@@ -693,7 +693,7 @@ BINDERS = {
 }  # arguments of the ops, made ready
 OF_MIXTURES = {"routed"}  # tests/ops/test_moe.py
 HINTS = {
-    "read_ahead",
+    "begin_ffn",
     "run",
     "rows",
     "states",

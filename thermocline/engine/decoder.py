@@ -230,15 +230,14 @@ def _layers(
     spec, layers, (kv, states, steps, given) = model.spec, model.weights.layers, kept
 
     for i, (attention, mixer, ffn) in enumerate(zip(model.attention, model.mixers, model.ffn, strict=True)):
-        h = x.copy() if spec.parallel else x  # what the FFN reads
-        shares = None
+        h, shares = x, None  # what both halves read
         if ffn is not None:
             shares = ops.routed(x, ffn) if spec.router_input == "layer_input" else None
-            ops.read_ahead(x, ffn, sparsity, shares=shares)
+            h = ops.begin_ffn(x, ffn, sparsity, shares=shares, apart=spec.parallel)
         if attention is not None:
-            ops.attention_add(x, x, attention, steps[spec.window(i), spec.turns(i)], kv.layer(i))
+            ops.attention_add(x, h, attention, steps[spec.window(i), spec.turns(i)], kv.layer(i))
         if mixer is not None:
-            ops.mixer_add(x, x, mixer, steps[RECURRENT_STEP], states[i])
+            ops.mixer_add(x, h, mixer, steps[RECURRENT_STEP], states[i])
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
         if ffn is not None:

@@ -270,20 +270,21 @@ class CpuOps:
         self.native.routed(h, bound, out)
         return out
 
-    def read_ahead(
+    def begin_ffn(
         self,
-        h: F32,
+        x: F32,
         bound: _native.FFN | _native.Mixture,
         sparsity: str,
         *,
         shares: F32 | None = None,
-    ) -> None:
-        if not bound.from_disk:
-            return
-        if isinstance(bound, _native.FFN):
-            self.native.read_ahead(h, bound, SPARSITIES[sparsity])
-        else:
-            self.native.read_ahead(h, bound, SPARSITIES[sparsity], shares)
+        apart: bool = False,
+    ) -> F32:
+        if bound.from_disk:
+            if isinstance(bound, _native.FFN):
+                self.native.read_ahead(x, bound, SPARSITIES[sparsity])
+            else:
+                self.native.read_ahead(x, bound, SPARSITIES[sparsity], shares)
+        return x.copy() if apart else x
 
     def ffn_add(
         self,

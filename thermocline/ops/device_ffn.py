@@ -243,6 +243,18 @@ class PartQueue:
 
 
 @dataclass(frozen=True)
+class BegunFFN:
+    """An FFN of which the CPU and other GPUs compute their parts: what the first one needs for its own."""
+
+    normed: Tensor
+    norm: DeviceNorm | None  # that made it
+    named: Vector  # bits of the neurons to be computed; None: all
+    own: Vector  # shares of the first GPU's experts
+    cold: Vector  # those of the CPU's
+    sends: bool  # the CPU's neurons come here, and it computes nothing
+
+
+@dataclass(frozen=True)
 class Handed:
     """Tensors in RAM that the first GPU hands to the others: of a layer's FFN, one row a token."""
 

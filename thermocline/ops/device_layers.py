@@ -55,6 +55,10 @@ class DeviceNorm:
     eps: float
     layer: bool
 
+    def same_as(self, other: DeviceNorm | None) -> bool:
+        """Return whether both make the same of the same: they are one model's."""
+        return other is not None and self.weight is other.weight and self.bias is other.bias
+
 
 @dataclass(frozen=True)
 class DeviceLinear:
@@ -224,6 +228,7 @@ class DeviceFFN:
     neurons: int  # of the layer
     scale: float  # of the stream behind it
     sides: ExpertSides | None = None  # where some experts are here whole, and others are the CPU's
+    early: bool = False  # it reads what attention does, which is here: others begin before that
 
     @property
     def own(self) -> DevicePart | None:
@@ -353,11 +358,14 @@ class Binder:
         )
 
     def ffn(self, spec: ModelSpec, layer: Layer) -> DeviceFFN | _native.FFN | _native.Mixture:
-        f, mixture = layer.experts[0], layer.router is not None
+        f = layer.experts[0]
+        mixture = layer.router is not None
         alone = f.predictor is None and FIRST_GPU not in layer.router_copies
         there = [i for i, p in enumerate(f.parts) if p.device != CPU]
+        early = spec.parallel and not spec.shared_norms and _mixes_on_gpu(layer)
         if alone and not there:
-            return self._cpu.bind_ffn(spec, layer)
+            apart = early and not mixture
+            return self._beside_attention(spec, layer) if apart else self._cpu.bind_ffn(spec, layer)
         whole = [i for i, x in enumerate(layer.experts) if mixture and not f.bundles and x.on(CPU) is None]
         each = [(layer.experts[i], layer.experts[i].part) for i in whole]
         parts = (
@@ -366,8 +374,9 @@ class Binder:
         in_ram = [(x, p) for x in layer.experts if (p := x.on(CPU)) is not None]
         pinned = [(x, replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias), up_bias=p.up_bias))
                   for x, p in in_ram if p.pinned is not None]  # fmt: skip
+        shared_norm = early and _equal(layer.attn_norm, layer.ffn_norm)
         return DeviceFFN(
-            norm=self._norm(layer.ffn_norm),
+            norm=self._norm(layer.attn_norm if shared_norm else layer.ffn_norm),
             route=self._route(spec, layer),
             shared=self._shared(spec, layer),
             parts=parts,
@@ -379,7 +388,14 @@ class Binder:
             neurons=spec.n_experts * spec.ffn_dim if mixture or spec.n_experts == 1 else spec.dense_dim,
             scale=scale_after_ffn(layer),
             sides=self._sides(whole, len(layer.experts)),
+            early=early,
         )
+
+    def _beside_attention(self, spec: ModelSpec, layer: Layer) -> DeviceFFN:
+        """Return an FFN that the CPU computes with its norm, while the first GPU attends."""
+        cold = self._cpu.bind_ffn(spec, replace(layer, scale=1.0))
+        plain, scale = DeviceJoin(None, 1.0), scale_after_ffn(layer)
+        return DeviceFFN(None, None, None, (), cold, (), None, plain, None, cold.neurons, scale, early=True)
 
     def _sides(self, whole: Sequence[int], experts: int) -> ExpertSides | None:
         if not whole or len(whole) == experts:
@@ -496,6 +512,23 @@ class Binder:
 def _activation(spec: ModelSpec) -> Activation:
     up_relu = spec.up_activation == "relu"
     return Activation(spec.activation, spec.activation_bound, up_relu, spec.swiglu_alpha)
+
+
+def _mixes_on_gpu(layer: Layer) -> bool:
+    """Return whether a layer's attention, or mixer, is on a GPU."""
+    first = layer.mixer.out if layer.mixer is not None else None
+    if layer.qkv is not None:
+        first = stacked(layer.qkv.weight)[0]
+    return isinstance(first, DeviceRows)
+
+
+def _equal(a: Norm | None, b: Norm | None) -> bool:
+    """Return whether two norms have the same numbers: packs have one that two halves share twice."""
+    if a is None or b is None or not np.array_equal(a.weight, b.weight):
+        return False
+    if a.bias is None or b.bias is None:
+        return a.bias is b.bias
+    return np.array_equal(a.bias, b.bias)
 
 
 def _rows(w: WeightMatrix) -> DeviceRows:

@@ -26,6 +26,7 @@ from thermocline.ops import choosing, device_sizes
 from thermocline.ops.choosing import DeviceChooser
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.device_ffn import (
+    BegunFFN,
     Handed,
     Pair,
     PartQueue,
@@ -102,9 +103,7 @@ class Hidden:
         self.device, self.host = (b[:tokens] for b in ops.streams[self._which])
         self.array: F32 = self.host.numpy()
         self.tokens, self.on_device = tokens, on_device
-
-    def copy(self) -> Hidden:
-        return self._ops.copied(self)
+        self.begun: BegunFFN | None = None  # then `device` has what that FFN reads, normed
 
     def __len__(self) -> int:
         return self.tokens
@@ -450,13 +449,6 @@ class GpuOps:
 
     # ---- parts of a step: queued
 
-    def copied(self, x: Hidden) -> Hidden:
-        made = self._hidden_of(x.tokens)
-        if not x.on_device:
-            self._to_device(x)
-        self.device.run(made.device.copy_, x.device)
-        return made
-
     def rows(self, x: Hidden, rows: I32) -> Hidden:
         """Return some of the tokens' rows: a recording knows how many, but not which."""
         if len(rows) == x.tokens:
@@ -514,18 +506,37 @@ class GpuOps:
         self._host().routed(h.array, bound, shares)
         return shares
 
-    def read_ahead(self, h: Hidden, bound: BoundFFN, sparsity: str, *, shares: F32 | None = None) -> None:
-        """Do nothing: the CPU's part comes when its task does."""
+    def begin_ffn(
+        self,
+        x: Hidden,
+        b: BoundFFN,
+        sparsity: str,
+        *,
+        shares: F32 | None = None,
+        apart: bool = False,
+    ) -> Hidden:
+        """Return what a layer's halves read. Where attention is here, others begin their parts of the FFN."""
+        if not apart:
+            return x
+        early = b if isinstance(b, DeviceFFN) and b.early else None
+        if early is not None:
+            self._see(x)
+        self._to_device(x)
+        h = self._hidden_of(x.tokens)
+        if early is None or early.norm is None:
+            self.device.run(h.device.copy_, x.device)
+        else:
+            self.device.run(self.kernels.norm, h.device, x.device, *parts(early.norm))
+        if early is not None:
+            h.begun = self._begin(early, h.device, x.device, sparsity, cast("Tensor | None", shares))
+        return h
 
     def attention_add(self, x: Hidden, h: Hidden, b: BoundAttention, step: DeviceStep, kv: KVLayer) -> None:
         if not isinstance(b, DeviceAttention):
             self._to_host(x)
-            self._to_host(h)
-            self._host().attention(x.array, h.array, b, step.slot, kv.native)
+            self._host().attention(x.array, x.array, b, step.slot, kv.native)
             return
-        self._to_device(x)
-        self._to_device(h)
-        normed = self._normalised(b.norm, h)
+        normed = self._input_of(b.norm, x, h)
         if b.latent is None:
             attended = self._attend(b, normed, step, kv)
         else:
@@ -593,12 +604,9 @@ class GpuOps:
         """`states`: of the layer, as `states` made them."""
         if not isinstance(b, DeviceMixer):
             self._to_host(x)
-            self._to_host(h)
-            self._host().mixer(x.array, h.array, b, states)
+            self._host().mixer(x.array, x.array, b, states)
             return
-        self._to_device(x)
-        self._to_device(h)
-        normed = self._normalised(b.norm_before, h)
+        normed = self._input_of(b.norm_before, x, h)
         mixed = self._mixers.mix(b, normed, step.sequence, cast("Tensor", states))
         self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, mixed, add))
 
@@ -613,7 +621,8 @@ class GpuOps:
         shares: F32 | None = None,
     ) -> None:
         """x += the FFN's parts: the first GPU's, the other GPUs' in their order, the CPU's."""
-        self._see(h)
+        if h.begun is None:
+            self._see(h)
         if not isinstance(b, DeviceFFN):
             self._cpu_ffn(x, h, b, sparsity, shares)
         else:
@@ -635,20 +644,16 @@ class GpuOps:
         self._to_device(x)
         self._to_device(h)
         elsewhere = b.cold is not None or bool(b.others)
-        normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
-        named = self._guess(b, normed, sparsity)
-        weights = self._weigh(b, normed, h.device) if shares is None else shares
-        if self._neurons is not None and weights is not None:
-            self._neurons.routed(weights)
-        own, cold = self._parted(b, weights)
-        sends = bool(b.pinned) and named is None and x.tokens >= self.send_from  # all of them, unasked
-        if b.others or (b.cold is not None and not sends):
-            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, cold))
+        begun = h.begun
+        if begun is None:
+            normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
+            begun = self._begin(b, normed, h.device, sparsity, shares)
+        normed, sends = begun.normed, begun.sends
         self._count(b, x.tokens)
 
         def experts(y: Tensor, add: bool) -> None:
             if b.own is not None:
-                self._queue.add(b.own, normed, named, own, y, add)
+                self._queue.add(b.own, normed, begun.named, begun.own, y, add)
             elif not add:
                 self.device.run(y.zero_)
             if b.down_bias is not None:
@@ -658,7 +663,7 @@ class GpuOps:
                 self._side[part.gpu - 1].finish(self.device, returned)
                 self.device.run(y.add_, returned)
             if sends:
-                self._now.known.rows_dense += self._queue.send(b.pinned, normed, cold, y)
+                self._now.known.rows_dense += self._queue.send(b.pinned, normed, begun.cold, y)
             elif elsewhere:
                 self.device.join()
             if b.cold is not None and not sends:
@@ -667,6 +672,20 @@ class GpuOps:
         half = experts if b.shared is None else partial(self._beside, b.shared, normed, h.device, experts)
         self._join(x, b.join, half)
         self._scale(x, b.scale)
+
+    def _begin(
+        self, b: DeviceFFN, normed: Tensor, stream: Tensor, sparsity: str, shares: Tensor | None
+    ) -> BegunFFN:
+        """Ask which neurons and experts are wanted, and queue the parts of others."""
+        named = self._guess(b, normed, sparsity)
+        weights = self._weigh(b, normed, stream) if shares is None else shares
+        if self._neurons is not None and weights is not None:
+            self._neurons.routed(weights)
+        own, cold = self._parted(b, weights)
+        sends = bool(b.pinned) and named is None and len(normed) >= self.send_from  # all of them, unasked
+        if b.others or (b.cold is not None and not sends):
+            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, cold))
+        return BegunFFN(normed, b.norm, named, own, cold, sends)
 
     def _beside(
         self, f: DeviceShared, normed: Tensor, stream: Tensor, experts: Half, y: Tensor, add: bool
@@ -825,6 +844,14 @@ class GpuOps:
                 known.predicted += part.neurons
 
     # ---- helpers
+
+    def _input_of(self, norm: DeviceNorm | None, x: Hidden, h: Hidden) -> Tensor:
+        """Return what attention or a mixer reads of x; an FFN that was begun may have it, in h."""
+        self._to_device(x)
+        begun = h.begun
+        if begun is not None and norm is not None and norm.same_as(begun.norm):
+            return begun.normed
+        return self._normalised(norm, x)
 
     def _normalised(self, norm: DeviceNorm | None, h: Hidden, apart: bool = False) -> Tensor:
         """`apart`: not h itself, which may be x: that changes while the CPU is still being sent it, and with

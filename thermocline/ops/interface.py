@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -534,7 +534,6 @@ class Chooser(Protocol):
 class ResidualStream(Protocol):
     """The residual stream of a step, [tokens, dim], where its ops keep it."""
 
-    def copy(self) -> Self: ...
     def __len__(self) -> int: ...
 
 
@@ -572,7 +571,12 @@ class Ops(Protocol[H, S, A, F, M, P, L]):
     def hidden(self, x: H, /) -> L:
         """Return what `run` gives of rows of the stream, in place of logits: the rows themselves."""
 
-    def read_ahead(self, h: H, bound: F, sparsity: str, /, *, shares: F32 | None) -> None: ...
+    def begin_ffn(self, x: H, bound: F, sparsity: str, /, *, shares: F32 | None, apart: bool) -> H:
+        """Begin what of an FFN can be done before its layer's attention; -> what both of them read.
+
+        `apart`: that is x as it is now, whatever becomes of x. Else the FFN reads x when its turn has come.
+        """
+
     def routed(self, h: H, bound: F, /) -> F32: ...
     def attention_add(self, x: H, h: H, bound: A, step: S, kv: KVLayer, /) -> None: ...
     def states(self, bound: M, slots: int, floats: int, /) -> F32 | None:

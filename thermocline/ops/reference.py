@@ -570,8 +570,13 @@ def routed(h: F32, bound: Bound) -> F32:
     return weights if layer.expert_scale is None else weights * layer.expert_scale
 
 
-def read_ahead(h: F32, bound: Bound, sparsity: str, *, shares: F32 | None = None) -> None:
-    """Nothing is read here. Natively: what `ffn_add` will likely need of `h`, while attention is computed."""
+def begin_ffn(x: F32, bound: Bound, sparsity: str, *, shares: F32 | None = None, apart: bool = False) -> F32:
+    """Return what a layer's halves read: x or, `apart`, x as it is now.
+
+    Nothing is begun here. Others read from disk what the FFN will likely need, or let another device compute
+    its part, while attention is computed.
+    """
+    return x.copy() if apart else x
 
 
 def ffn_add(

@@ -131,8 +131,11 @@ class InputCollector(CpuOps):
         half: BoundHalf = bound
         return super().routed(h, half.native)
 
-    def read_ahead(self, h: F32, bound: Any, sparsity: str, *, shares: F32 | None = None) -> None:
-        """All weights are in memory."""
+    def begin_ffn(
+        self, x: F32, bound: Any, sparsity: str, *, shares: F32 | None = None, apart: bool = False
+    ) -> F32:
+        """Begin nothing: all weights are in memory."""
+        return x.copy() if apart else x
 
     def ffn_add(
         self,
