@@ -208,6 +208,30 @@ def test_a_layer_is_not_split_where_waiting_costs_more_than_it_saves() -> None:
     assert any(0 < layer.gpu < spec.ffn_dim for layer in split.layers)
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_a_gpu_attends_beside_the_cpus_neurons_where_both_halves_read_the_same(activation: str) -> None:
+    """The shorter of the two is hidden. Nothing is where attention or no neuron is the CPU's."""
+    spec, sizes = model("llama-2-7b", activation=activation, n_layers=2)
+    heat, both = hotness.assumed(2, spec.ffn_dim, 0.15, 0.35), dataclasses.replace(spec, parallel=True)
+    p = Problem(both, sizes, heat, NO_DISK, Ask(512))
+    work = p.work()
+    layer = next(iter(p.layers(work)))
+    in_turn, beside = (
+        cost.layer_columns(x, p.speeds(work), work, clusters=8, gpu=True, disk=False)
+        for x in (dataclasses.replace(layer, parallel=False), layer)
+    )
+    hidden, on_gpu = in_turn.us - beside.us, in_turn.attention
+    everything = in_turn.gpu == spec.ffn_dim
+    (attends,) = in_turn.gpu_us[on_gpu & everything] - in_turn.gpu_us[~on_gpu & everything]
+    assert not hidden[~on_gpu].any() and not hidden[everything].any()
+    apart = on_gpu & (in_turn.gpu == 0)
+    assert hidden[apart] == pytest.approx(np.minimum(attends, in_turn.cpu_us[apart]))
+    divided = hidden[on_gpu & ~everything]
+    assert (divided > 0).all() and (divided <= attends + 1e-6).all()
+    plans = [made(x, sizes, heat, NO_DISK, vram=0.7) for x in (spec, both)]
+    assert plans[1].predicted[0].tokens_per_s > plans[0].predicted[0].tokens_per_s
+
+
 def test_what_fits_nowhere_else_goes_to_disk_and_gates_stay_in_ram() -> None:
     spec, sizes, heat = relu()
     all_in_ram = made(spec, sizes, heat, LOW, vram=0)

@@ -4,9 +4,10 @@ The only file that knows what is read when, and what overlaps with what. Figures
 beside it alone (`stored_times`), follow this engine as it is; the others are predictions of one to come.
 
 A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
-max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
-all on one pays nothing. (Where runs of such layers meet the residual stream crosses over too: `plan.predict`
-has it once a token, since like layers lie together.)
+max(GPU, CPU, disk). Where the FFN reads what attention does (`LayerWork.parallel`), a GPU attends meanwhile.
+A layer that uses both processors waits for the slower and pays `sync_us`; one that is all on one pays
+nothing. (Where runs of such layers meet the residual stream crosses over too: `plan.predict` has it once a
+token, since like layers lie together.)
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ class LayerWork:
     attention_on_gpu: bool | None = None  # None: or not
     shared: bool = False  # it has an FFN of every token, with its attention: neurons go to a GPU with both
     width: int = 0  # neurons of an expert
+    parallel: bool = False  # its FFN reads what attention does: others begin before the GPU attends
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
@@ -272,7 +274,8 @@ def launches(on_gpu: str, shared: bool, format: str, work: Work) -> tuple[int, i
 
     Attention is a norm, q k v, rope with the store, scores, their spans' join, and out; an FFN a norm, gate
     with up, and down, whose sums are joined where it has a row for each neuron. A router is a product and the
-    choice. Inputs of few tokens become int8 for weights in blocks: a kernel for each input.
+    choice. Inputs of few tokens become int8 for weights in blocks: a kernel for each input. Where both halves
+    have one norm, it is one launch fewer: no shape says so.
     """
     mixture = on_gpu != "all" and work.experts > 1
     if work.batch > device_sizes.FEW:  # gate, up, the activation and down of each expert
@@ -301,13 +304,17 @@ def layer_times(
         launch_us = v.tiers.gpu.launch_us
         of_attention, of_ffn = launches(layer.on_gpu, layer.shared, v.format, work)
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + of_attention * launch_us
-        gpu += np.where(a, here, 0.0)
+        attends = np.where(a, here, 0.0)
         asking = v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
         gpu += np.where(p, asking + PREDICTOR_LAUNCHES * launch_us, 0.0)
         # Without a predictor all that are there, but no expert that no token goes to.
         computed = gates[g] if layer.on_gpu == "experts" else np.where(p, gates[g], work.routed * g)
         there = _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + of_ffn * launch_us
         ffn_gpu = np.where(g > 0, there, 0.0)
+        if layer.parallel:
+            ffn_gpu += attends
+        else:
+            gpu += attends
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n)
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
     if layer.on_gpu == "experts":

@@ -186,7 +186,8 @@ class Problem:
             kept = self.kv_layer_bytes(i) + self.state_layer_bytes(i)
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
             width = self.spec.ffn(i).width
-            yield LayerWork(sizes, reads, kept, kv_read, self.spec.dim, where, None, shared, width)
+            dim, parallel = self.spec.dim, self.spec.parallel
+            yield LayerWork(sizes, reads, kept, kv_read, dim, where, None, shared, width, parallel)
 
 
 def takes_experts(spec: ModelSpec) -> bool:
