@@ -161,10 +161,12 @@ def llama_token(driver: str, path: str, threads: int, tokens: str) -> float:
 def measured(path: str, o: argparse.Namespace, tokens: str) -> dict[str, float]:
     model = opened(path)
     nbytes, file = model.weights_bytes, model.data_path
-    gbs, direct = disk_speed.sequential_gbs(file, file.stat().st_size // STEP * STEP)
-    if not direct:
-        print("direct reads are refused here: the page cache helps the disk's figure")
-    out = {"disk": nbytes / gbs / 1e9}
+    disk = disk_speed.measure_file(file)
+    if disk.sequential_gbs is None:
+        raise SystemExit(f"{file}: {disk.why}")
+    if disk.why:
+        print(disk.why)
+    out = {"disk": nbytes / disk.sequential_gbs / 1e9}
 
     def paused() -> None:
         time.sleep(o.pause)

@@ -487,6 +487,16 @@ def test_a_disk_is_measured_where_memory_is_too_small(
     assert not any("without a disk" in note for note in told["notes"])
 
 
+def test_a_disk_whose_speed_varies_is_noted(thermocline: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from thermocline.machine import disk_speed
+
+    found = disk_speed.DiskSpeed(".", 1 << 40, 2.0, 1e5, why="this disk's speed varies: 0.20 to 2.00 GB/s")
+    monkeypatch.setattr(disk_speed, "measure_disk", lambda _: found)
+    args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--ram", "1.5")
+    assert found.why in json.loads(thermocline(*args, "--json").out)["notes"]
+    assert found.why in thermocline(*args).out
+
+
 def test_a_plan_is_written_once_and_stamped(tmp_path: Path, tiny_pack: Path, thermocline: Run) -> None:
     out = tmp_path / "plan.json"
     f32 = dataclasses.replace(HIGH.cpu, kernels={"f32": HIGH.kernel("f16"), "q8_0": HIGH.kernel("q8_0")})

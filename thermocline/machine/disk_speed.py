@@ -1,8 +1,9 @@
 """Measure how fast a directory's disk reads: large blocks in order, 4 KiB and 256 KiB blocks at random.
 
-Each is measured three times, in turns, and the median counts: a shared disk's speed varies by half.
-A measurement writes at most 256 MiB and takes about 4 s. Reads are direct if possible; the result says if
-not.
+A sample of the file is read once before: a virtual machine's host may fetch a file only when it is first
+read, and an engine reads it again and again. Then each is measured three times, in turns, within the
+sample, and the median counts: a shared disk's speed varies by half. A measurement writes at most 256 MiB and
+takes about 4 s. Reads are direct if possible; the result says if not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +26,11 @@ BLOCK = 2 << 20
 PAGE = 4096
 LIMIT = 256 << 20
 SMALLEST = 16 << 20
+RUN = 4  # blocks of the sample that lie together
+VARIES = 2  # times the slowest: a speed that varies more is said
+REFUSED = "direct I/O refused here: through the page cache, so an upper bound"
 PIECE = 256 << 10  # as experts are read
-TIMES, WRITE_S, SEQUENTIAL_S, RANDOM_S, PIECES_S = 3, 1.2, 0.3, 0.2, 0.3
+TIMES, WRITE_S, FIRST_S, SEQUENTIAL_S, RANDOM_S, PIECES_S = 3, 1.2, 2.0, 0.3, 0.2, 0.3
 SEQUENTIAL_DEPTH, RANDOM_DEPTH, PIECES_DEPTH = (
     4,
     128,
@@ -57,56 +62,113 @@ def _fill(fd: int, limit: int, seconds: float) -> int:
     return written
 
 
-def _measure(path: Path, offsets: U64, nbytes: int, depth: int, seconds: float) -> tuple[float, bool]:
-    """Return (reads per second of `nbytes` each, whether they went past the page cache)."""
+@dataclass(frozen=True)
+class TimedReads:
+    """Reads of one measurement."""
+
+    n: int
+    seconds: float
+    direct: bool
+
+    @property
+    def per_s(self) -> float:
+        return self.n / self.seconds
+
+
+def _measure(path: Path, offsets: U64, nbytes: int, depth: int, seconds: float) -> TimedReads:
+    """Read `nbytes` at each of the offsets, in order, until none is left or the time is over."""
     from thermocline import _native
 
     reader = _native.Reader(str(path), depth=depth, buffer_bytes=nbytes)
+    if reader.alignment <= 1:
+        _forget(path)
     start = time.monotonic()
     n, error = reader.measure(offsets, nbytes, seconds)
     if error:
         raise OSError(error, os.strerror(error) if error > 0 else "the file ends early")
-    return n / (time.monotonic() - start), reader.alignment > 1
+    return TimedReads(n, time.monotonic() - start, reader.alignment > 1)
 
 
-def sequential_gbs(path: Path, nbytes: int) -> tuple[float, bool]:
-    """Read a file's first bytes in order, over and over: (GB/s, whether the disk itself was measured)."""
+def _forget(path: Path) -> None:
+    """Empty the page cache of a file, which direct reads would pass by."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sample(nbytes: int) -> U64:
+    """Return offsets of blocks: runs from all over a file, in any order, of at most LIMIT bytes together."""
     import numpy as np
 
-    blocks = np.arange(1 << 16, dtype=np.uint64) % np.uint64(nbytes // BLOCK)
-    per_s, direct = _measure(path, blocks * np.uint64(BLOCK), BLOCK, SEQUENTIAL_DEPTH, SEQUENTIAL_S)
-    return per_s * BLOCK / 1e9, direct
+    blocks = nbytes // BLOCK
+    runs = -(-min(blocks, LIMIT // BLOCK) // RUN)
+    first = np.random.default_rng(0).permutation(np.linspace(0, max(blocks - RUN, 0), runs).astype(np.uint64))
+    every = (first[:, None] + np.arange(min(RUN, blocks), dtype=np.uint64)).ravel()
+    return every * np.uint64(BLOCK)
 
 
-def _at_random(path: Path, nbytes: int, block: int, depth: int, seconds: float) -> float:
-    """Return reads a second."""
+def _round(path: Path, sample: U64) -> tuple[float, float, float]:
+    """Return GB/s in order, 4 KiB reads a second and GB/s of pieces, all within a sample's blocks."""
     import numpy as np
 
-    blocks = np.random.default_rng().integers(0, nbytes // block, 1 << 20, dtype=np.uint64)
-    return _measure(path, blocks * np.uint64(block), block, depth, seconds)[0]
+    random = np.random.default_rng()
+
+    def at_random(nbytes: int, depth: int, seconds: float) -> float:
+        within = random.integers(0, BLOCK // nbytes, 1 << 20, dtype=np.uint64) * np.uint64(nbytes)
+        return _measure(path, random.choice(sample, len(within)) + within, nbytes, depth, seconds).per_s
+
+    gbs = (
+        _measure(path, np.resize(sample, 1 << 16), BLOCK, SEQUENTIAL_DEPTH, SEQUENTIAL_S).per_s * BLOCK / 1e9
+    )
+    small = at_random(PAGE, RANDOM_DEPTH, RANDOM_S)
+    return gbs, small, at_random(PIECE, PIECES_DEPTH, PIECES_S) * PIECE / 1e9
 
 
-def _measured(path: Path, nbytes: int, times: int = TIMES) -> tuple[float, float, float, bool]:
-    """Return medians of GB/s in order, 4 KiB reads a second and GB/s of pieces; whether all were direct."""
-    every = []
-    for _ in range(times):
-        gbs, direct = sequential_gbs(path, nbytes)
-        small = _at_random(path, nbytes, PAGE, RANDOM_DEPTH, RANDOM_S)
-        pieces = _at_random(path, nbytes, PIECE, PIECES_DEPTH, PIECES_S)
-        every.append((gbs, small, pieces * PIECE / 1e9, direct))
-    gbs, small, pieces = (statistics.median(x[i] for x in every) for i in range(3))
-    return gbs, small, pieces, all(x[3] for x in every)
+def _measured(path: Path, found: DiskSpeed, nbytes: int, times: int) -> DiskSpeed:
+    """Return `found` with the medians of so many rounds in a sample that has been read before."""
+    sample = _sample(nbytes)
+    first = _measure(path, sample, BLOCK, SEQUENTIAL_DEPTH, FIRST_S)
+    sample = sample[: first.n]  # of a slow disk, as much as it read
+    gbs, small, pieces = zip(*(_round(path, sample) for _ in range(times)), strict=True)
+    notes = (
+        None if first.direct else REFUSED,
+        _varies("{:.2f}", "GB/s in order", gbs, first.per_s * BLOCK / 1e9),
+        _varies("{:.2f}", "GB/s in pieces of 256 KiB", pieces),
+        _varies("{:,.0f}", "reads/s of 4 KiB", small),
+    )
+    return replace(
+        found,
+        sequential_gbs=statistics.median(gbs),
+        random_iops=statistics.median(small),
+        pieces_gbs=statistics.median(pieces),
+        direct=first.direct,
+        why="; ".join(filter(None, notes)) or None,
+    )
+
+
+def _varies(number: str, unit: str, rounds: Sequence[float], first: float | None = None) -> str | None:
+    """Return a note where the speeds of the rounds, and of what was read first, are far apart."""
+    every = [*rounds, first or rounds[0]]
+    if max(every) <= VARIES * min(every):
+        return None
+    low, high, counts = (number.format(x) for x in (min(every), max(every), statistics.median(rounds)))
+    slow = " where nobody has read it lately" if first == min(every) else ""
+    return f"this disk's speed varies: {low}{slow} to {high} {unit}; {counts} counts"
 
 
 def measure_file(path: Path, times: int = TIMES) -> DiskSpeed:
-    """Measure the disk under an existing large file, in 0.8 s for each of `times`. Nothing is written."""
+    """Measure the disk under an existing large file, in 0.8 s for each of `times`. Nothing is written.
+
+    A sample of at most 256 MiB is read before, in 2 s at most.
+    """
+    found = DiskSpeed(str(path), None)
     try:
         size = path.stat().st_size // BLOCK * BLOCK
         if not size:
-            return DiskSpeed(str(path), None, why="too small a file to measure with")
-        return DiskSpeed(str(path), None, *_measured(path, size, times))
+            return replace(found, why="too small a file to measure with")
+        return _measured(path, found, size, times)
     except OSError as e:
-        return DiskSpeed(str(path), None, why=f"not measurable: {e.strerror or e}")
+        return replace(found, why=f"not measurable: {e.strerror or e}")
 
 
 def _existing(path: Path) -> Path:
@@ -125,18 +187,14 @@ def measure_disk(directory: Path) -> DiskSpeed:
         try:
             with os.fdopen(handle, "wb", buffering=0):
                 size = _fill(handle, min(LIMIT, free // 2), WRITE_S) // BLOCK * BLOCK
-                if hasattr(os, "posix_fadvise"):  # empties the page cache, if direct reads are refused
-                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             if size < SMALLEST:
                 return DiskSpeed(
                     str(where), free, why=f"writes too slowly to measure ({size >> 20} MiB in {WRITE_S} s)"
                 )
-            sequential, random_iops, pieces, direct = _measured(Path(name), size)
+            return _measured(Path(name), DiskSpeed(str(where), free), size, TIMES)
         finally:
             os.unlink(name)
     except OSError as e:
         return DiskSpeed(str(where), free, why=f"not measurable: {e.strerror or e}")
     except ImportError as e:
         return DiskSpeed(str(where), free, why=f"not measurable: {e}")
-    why = None if direct else "direct I/O refused here: through the page cache, so an upper bound"
-    return DiskSpeed(str(where), free, sequential, random_iops, pieces, direct, why)

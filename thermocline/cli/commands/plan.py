@@ -149,8 +149,9 @@ def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask,
         except OutOfBudget:
             if last and (tiers.disk is not None or o.hardware is not None):
                 raise
-    tiers = measured(o, subject, tiers)
-    return tiers, ask, place.plan(subject, tiers, ask)
+    tiers, notes = measured(o, subject, tiers)
+    made = place.plan(subject, tiers, ask)
+    return tiers, ask, replace(made, notes=(*made.notes, *notes))
 
 
 def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
@@ -203,8 +204,11 @@ def plan_tiers(o: PlanOptions, formats: Sequence[str]) -> Tiers:
     return this_machine.tiers_here(o.threads, formats=formats)
 
 
-def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
-    """Add this machine's disk, which is measured only where memory is too small: that takes seconds."""
+def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, list[str]]:
+    """Add this machine's disk, which is measured only where memory is too small: that takes seconds.
+
+    The notes say what to know about its speed.
+    """
     from thermocline.machine import disk_speed, this_machine
 
     model = Path(subject.name)
@@ -212,7 +216,7 @@ def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
     found = disk_speed.measure_file(files[0]) if files else disk_speed.measure_disk(Path())
     why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
     log.info(f"it does not fit in memory; the disk of {found.path} was {why}")
-    return replace(tiers, disk=this_machine.disk_tier(found))
+    return replace(tiers, disk=this_machine.disk_tier(found)), [found.why] if found.why else []
 
 
 def plan_text(model: str, hardware: str, plan: Plan, more: Plan | None) -> str:
