@@ -28,15 +28,18 @@ def layer(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int, inde
     return LayerPlacement(where[0], where[1], tuple(r for r in ranges if r.neurons))
 
 
-def experts(spec: ModelSpec, attention: bool, count: int, seed: int = 0, *, index: int = 0) -> LayerPlacement:
-    """`count` whole experts, drawn, on the first GPU; the others are the CPU's."""
+def experts(
+    spec: ModelSpec, attention: bool, count: int, seed: int = 0, *further: int, index: int = 0
+) -> LayerPlacement:
+    """`count` whole experts, drawn, on the first GPU, and `further` ones on others; the rest is the CPU's."""
     every, _, width = spec.ffn(index)
-    drawn = np.random.default_rng(seed).permutation(every)
-    there, here = (tuple(sorted(map(int, x))) for x in (drawn[:count], drawn[count:]))
+    drawn, ends = np.random.default_rng(seed).permutation(every), np.cumsum([count, *further])
+    *there, here = (tuple(sorted(map(int, x))) for x in np.split(drawn, ends))
     where = gpu(0) if attention else CPU
-    if not there:
+    if not any(there):
         return LayerPlacement(where, CPU, (NeuronRange(CPU, width),))
-    ranges = NeuronRange(gpu(0), width, whole=there), NeuronRange(CPU, width, whole=here)
+    ranges = [NeuronRange(gpu(i), width, whole=x) for i, x in enumerate(there)]
+    ranges.append(NeuronRange(CPU, width, whole=here))
     return LayerPlacement(where, CPU, tuple(r for r in ranges if r.whole))
 
 

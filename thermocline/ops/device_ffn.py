@@ -256,11 +256,11 @@ class BegunFFN:
 
 @dataclass(frozen=True)
 class Handed:
-    """Tensors in RAM that the first GPU hands to the others: of a layer's FFN, one row a token."""
+    """Tensors in RAM that the first GPU hands to another: of a layer's FFN, one row a token."""
 
     normed: Tensor
     named: Vector
-    weights: Vector
+    weights: Vector  # shares of all experts, or of those that the other has whole
 
 
 class SideGpu:
@@ -290,7 +290,7 @@ class SideGpu:
             device.copy(named, given.named)
         if given.weights is not None:
             assert self._weights is not None
-            weights = self._weights[:n]
+            weights = self._weights.view(-1)[: given.weights.numel()].view(given.weights.shape)
             device.copy(weights, given.weights)
         self.queue.add(p, normed, named, weights, self._sum[0][:n], add=False)
         device.copy(self._sum[1][:n], self._sum[0][:n])

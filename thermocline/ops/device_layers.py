@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -204,10 +204,13 @@ class DeviceShared:
 
 @dataclass(frozen=True)
 class ExpertSides:
-    """The numbers of a mixture's experts that are whole on the first GPU, and of the others."""
+    """The devices of a mixture's whole experts: the first GPU, `DeviceFFN.others`, the CPU.
 
-    here: Tensor
-    cold: Tensor
+    `order`: the numbers of the experts, one device's behind another's. `counts`: how many each has.
+    """
+
+    order: Tensor
+    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ class DeviceFFN:
     predictor: DevicePredictor | None
     neurons: int  # of the layer
     scale: float  # of the stream behind it
-    sides: ExpertSides | None = None  # where some experts are here whole, and others are the CPU's
+    sides: ExpertSides | None = None  # where whole experts are on several devices
     early: bool = False  # it reads what attention does, which is here: others begin before that
 
     @property
@@ -237,7 +240,7 @@ class DeviceFFN:
 
     @property
     def others(self) -> tuple[DevicePart, ...]:
-        """Return the parts on further GPUs."""
+        """Return the parts on further GPUs, a GPU's at most one."""
         return tuple(p for p in self.parts if p.gpu)
 
 
@@ -366,11 +369,9 @@ class Binder:
         if alone and not there:
             apart = early and not mixture
             return self._beside_attention(spec, layer) if apart else self._cpu.bind_ffn(spec, layer)
-        whole = [i for i, x in enumerate(layer.experts) if mixture and not f.bundles and x.on(CPU) is None]
-        each = [(layer.experts[i], layer.experts[i].part) for i in whole]
-        parts = (
-            (self._whole(spec, layer, each),) if whole else tuple(self._part(spec, layer, i) for i in there)
-        )
+        whole = _whole_experts(layer) if mixture and not f.bundles else {}
+        each = ([(layer.experts[i], layer.experts[i].part) for i in which] for which in whole.values())
+        parts = [self._whole(spec, layer, x, gpu) for gpu, x in zip(whole, each, strict=True)]
         in_ram = [(x, p) for x in layer.experts if (p := x.on(CPU)) is not None]
         pinned = [(x, replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias), up_bias=p.up_bias))
                   for x, p in in_ram if p.pinned is not None]  # fmt: skip
@@ -379,7 +380,7 @@ class Binder:
             norm=self._norm(layer.attn_norm if shared_norm else layer.ffn_norm),
             route=self._route(spec, layer),
             shared=self._shared(spec, layer),
-            parts=parts,
+            parts=tuple(parts or [self._part(spec, layer, i) for i in there]),
             cold=self._cold(spec, layer) if in_ram else None,
             pinned=self._pinned(spec, layer, pinned),
             down_bias=None if mixture else self.vector(f.down_bias),
@@ -397,12 +398,13 @@ class Binder:
         plain, scale = DeviceJoin(None, 1.0), scale_after_ffn(layer)
         return DeviceFFN(None, None, None, (), cold, (), None, plain, None, cold.neurons, scale, early=True)
 
-    def _sides(self, whole: Sequence[int], experts: int) -> ExpertSides | None:
-        if not whole or len(whole) == experts:
+    def _sides(self, whole: Mapping[int, Sequence[int]], experts: int) -> ExpertSides | None:
+        """`whole`: as `_whole_experts`."""
+        cold = sorted(set(range(experts)).difference(*whole.values()))
+        each = [whole.get(0, ()), *(which for gpu, which in whole.items() if gpu), cold]
+        if max(map(len, each)) == experts:
             return None
-        cold = np.setdiff1d(np.arange(experts), whole)
-        here, there = (self.vectors.numbers(x) for x in (whole, cold))
-        return ExpertSides(here, there)
+        return ExpertSides(self.vectors.numbers([e for which in each for e in which]), tuple(map(len, each)))
 
     def per_layer(self, spec: ModelSpec, layer: Layer) -> DevicePerLayer | _native.PerLayer:
         p = layer.per_layer
@@ -444,17 +446,20 @@ class Binder:
         """Return what can be sent: whole experts as one part."""
         if layer.router is None or layer.experts[0].bundles:
             return tuple(self._part_of(spec, layer, [p], 0, 0) for _, p in each)
-        return (self._whole(spec, layer, each),) if each else ()
+        return (self._whole(spec, layer, each, 0),) if each else ()
 
-    def _whole(self, spec: ModelSpec, layer: Layer, each: Sequence[tuple[FFN, FFNPart]]) -> DevicePart:
+    def _whole(
+        self, spec: ModelSpec, layer: Layer, each: Sequence[tuple[FFN, FFNPart]], gpu: int
+    ) -> DevicePart:
         """Return these experts, which lie side by side."""
-        made = self._part_of(spec, replace(layer, ffn_sub_norm=None), [p for _, p in each], 0, 0)
+        made = self._part_of(spec, replace(layer, ffn_sub_norm=None), [p for _, p in each], 0, gpu)
+        vectors = self._vectors[gpu]
         answers = [x.down_bias for x, _ in each if x.down_bias is not None]
         return replace(
             made,
             whole=True,
-            up_bias=self.vector(*(p.up_bias for _, p in each)),
-            answers=self.vectors.columns(answers) if answers else None,
+            up_bias=vectors.of(*(p.up_bias for _, p in each)),
+            answers=vectors.columns(answers) if answers else None,
             scales_input=spec.router.scales_input,
         )
 
@@ -507,6 +512,12 @@ class Binder:
         weight = vector(norm.weight)
         assert weight is not None
         return DeviceNorm(weight, vector(norm.bias), self._spec.norm_eps, self._spec.norm == "layer")
+
+
+def _whole_experts(layer: Layer) -> dict[int, list[int]]:
+    """Return the numbers of the experts that GPUs have whole, by GPU, ascending."""
+    each = [(gpu_index(x.part.device), i) for i, x in enumerate(layer.experts) if x.on(CPU) is None]
+    return {gpu: [i for at, i in each if at == gpu] for gpu in sorted({at for at, _ in each})}
 
 
 def _activation(spec: ModelSpec) -> Activation:

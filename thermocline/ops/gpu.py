@@ -134,6 +134,16 @@ class ProgramKey(NamedTuple):
     turn: int = 0
 
 
+class Parted(NamedTuple):
+    """Shares [tokens, n] of experts, as devices are to know them."""
+
+    own: Vector  # on the first GPU, of its experts
+    cold: Vector  # there, of the CPU's
+    told: Pair | None  # (in RAM, there) of all but the first GPU's
+    others: tuple[Vector, ...]  # in RAM, of each further GPU's
+    cpus: Vector  # in RAM, of the CPU's
+
+
 @dataclass(eq=False)
 class Program:
     """The tasks that a step has queued, and its counts."""
@@ -681,11 +691,11 @@ class GpuOps:
         weights = self._weigh(b, normed, stream) if shares is None else shares
         if self._neurons is not None and weights is not None:
             self._neurons.routed(weights)
-        own, cold = self._parted(b, weights)
+        shares_of = self._parted(b, weights)
         sends = bool(b.pinned) and named is None and len(normed) >= self.send_from  # all of them, unasked
         if b.others or (b.cold is not None and not sends):
-            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, cold))
-        return BegunFFN(normed, b.norm, named, own, cold, sends)
+            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, shares_of))
+        return BegunFFN(normed, b.norm, named, shares_of.own, shares_of.cold, sends)
 
     def _beside(
         self, f: DeviceShared, normed: Tensor, stream: Tensor, experts: Half, y: Tensor, add: bool
@@ -759,16 +769,25 @@ class GpuOps:
             self.device.copy(self._watched[id(r)][: len(normed)], weights)
         return weights
 
-    def _parted(self, b: DeviceFFN, weights: Vector) -> tuple[Vector, Vector]:
-        """Return the shares of the first GPU's experts, and of the others; twice all where none is whole."""
-        if weights is None or b.sides is None:
-            return weights, weights
-        n, flat, first, made = len(weights), self._pairs["parted"][0].view(-1), 0, list[Tensor]()
-        for which in (b.sides.here, b.sides.cold):
-            made.append(flat[first : first + n * len(which)].view(n, -1))
-            self.device.run(_select_columns, made[-1], weights, which)
-            first += made[-1].numel()
-        return made[0], made[1]
+    def _parted(self, b: DeviceFFN, weights: Vector) -> Parted:
+        """Part [tokens, experts] into columns of each device's whole experts; without these all get all."""
+        if weights is None or self._weights is None:
+            return Parted(None, None, None, (None,) * len(b.others), None)
+        here = self._weights[1].view(-1)[: weights.numel()]
+        if b.sides is None:
+            all_here = here.view(weights.shape)
+            return Parted(weights, weights, (all_here, weights), (all_here,) * len(b.others), all_here)
+        n, first, made = len(weights), 0, list[Pair]()
+        there = self._pairs["parted"][0].view(-1)[: weights.numel()]
+        for count in b.sides.counts:
+            end = first + count
+            made.append((there[n * first : n * end].view(n, count), here[n * first : n * end].view(n, count)))
+            if count:
+                self.device.run(_select_columns, made[-1][0], weights, b.sides.order[first:end])
+            first = end
+        told = n * b.sides.counts[0]  # where the first GPU's end
+        (own, _), *others, (cold, cpus) = made
+        return Parted(own, cold, (here[told:], there[told:]), tuple(x for _, x in others), cpus)
 
     def _begin_elsewhere(
         self,
@@ -776,22 +795,21 @@ class GpuOps:
         cold: _native.FFN | _native.Mixture | None,
         normed: Tensor,
         sparsity: str,
-        asked: tuple[Vector, Vector],
+        asked: tuple[Vector, Parted],
     ) -> None:
         """Queue the CPU's neurons and other GPUs', beside what the first one does next.
 
         Each is sent the normed stream, and returns one sum. `asked`: neurons that are named, experts' shares.
         """
-        n, device, (named, weights) = len(normed), self.device, asked
-        task, shares, to_host = None, None, [(self._normed[1][:n], normed)]
-        if weights is not None and self._weights is not None:
-            shares = self._weights[1].view(-1)[: weights.numel()].view(weights.shape)
-            to_host.append((shares, weights))
+        n, device, (named, shares) = len(normed), self.device, asked
+        task, to_host = None, [(self._normed[1][:n], normed)]
+        if shares.told is not None:
+            to_host.append(shares.told)
         if cold is not None:
             names = self._names_of(cold, b.neurons, named)
             if names is not None:
                 to_host.append(names)
-            task = self._cold_task(cold, n, sparsity, (None if names is None else names[0], shares))
+            task = self._cold_task(cold, n, sparsity, (None if names is None else names[0], shares.cpus))
         everyone = None
         if b.others and named is not None:
             everyone = self._named[1][: named.numel()].view(named.shape)
@@ -800,8 +818,8 @@ class GpuOps:
             for to, source in to_host:
                 device.copy(to, source)
             handed = device.mark() if b.others else None
-            for part in b.others:
-                self._side[part.gpu - 1].start(part, Handed(self._normed[1][:n], everyone, shares), handed)
+            for part, own in zip(b.others, shares.others, strict=True):
+                self._side[part.gpu - 1].start(part, Handed(self._normed[1][:n], everyone, own), handed)
             if task is not None:
                 device.call(task)
                 device.copy(self._cold[0][:n], self._cold[1][:n])

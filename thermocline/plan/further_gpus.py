@@ -1,37 +1,52 @@
 """GPUs beside the first: each takes the hottest neurons that are left in RAM, while that saves time.
 
-Attention, keys and values, predictors and the head stay where the solver put them.
+Of a mixture that skips no neuron it takes whole experts. Attention, keys and values, predictors and the head
+stay where the solver put them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from thermocline.errors import OutOfBudget
 from thermocline.ops.device_sizes import side_device_bytes
 from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork
-from thermocline.plan.placement import LayerPlacement, NeuronRange, gpu
-from thermocline.plan.planner import LayerPlan, Plan
+from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, gpu
+from thermocline.plan.planner import LayerPlan, Plan, gpu_share, predictions, solved, whole_experts
 from thermocline.plan.problem import GPU_RUNTIME_BYTES, Problem, divides
 
-STEP = 32  # neurons of each expert that are moved at a time
+STEP = 32  # neurons of each expert that are moved at a time, where experts are divided
 
 
 def with_further(p: Problem, made: Plan, free: Sequence[int]) -> Plan:
-    """Return the plan with neurons on further GPUs, of which so many bytes are free."""
-    if divides(p.spec, 0) != "any" or not made.placement.devices:
+    """Return the plan with neurons on further GPUs, of which so many bytes are free.
+
+    RAM has neurons that a token needs more often than those on disk, so these move last.
+    """
+    if not made.placement.devices:
         return made
+    first = made
     fixed = {"buffers": side_device_bytes(p.spec, p.limits), "runtime": GPU_RUNTIME_BYTES}
     for index, nbytes in enumerate(free, 1):
         added = _worthwhile(p, made, _filled(p, made, nbytes - sum(fixed.values())))
         if any(added):
             made = _moved(p, made, gpu(index), added, fixed)
-    return made
+    return made if made is first else _described(p, made)
+
+
+def in_memory(p: Problem, free: Sequence[int]) -> Plan | None:
+    """Return a plan that leaves nothing on disk, where further GPUs have room for what the solver leaves."""
+    try:
+        made = with_further(p, solved(p), free)
+    except OutOfBudget:
+        return None
+    return None if made.placement.from_disk else made
 
 
 def _bytes(x: LayerWork, neurons: int) -> int:
@@ -39,24 +54,30 @@ def _bytes(x: LayerWork, neurons: int) -> int:
     return int(x.sizes.gate_bytes(n) + x.sizes.bundle_bytes(n))
 
 
+def _step(p: Problem, layer: int, x: LayerPlan) -> int:
+    """Return how many neurons of a layer are moved at a time; 0: none."""
+    experts, _, width = p.spec.ffn(layer)
+    if experts > 1 and x.attention != "gpu" and not x.gpu:
+        return 0  # the first GPU does not ask its router
+    return {"any": STEP * experts, "experts": width}.get(divides(p.spec, layer), 0)
+
+
 def _filled(p: Problem, made: Plan, room: int) -> list[int]:
     """Return the neurons of each layer that a GPU takes: those first that are needed most for their bytes."""
-    layers, step = list(p.layers(p.work())), STEP * p.spec.n_experts
+    layers, steps = list(p.layers(p.work())), [_step(p, i, x) for i, x in enumerate(made.layers)]
     added = [0] * len(layers)
 
     def next_of(i: int) -> tuple[float, int, int] | None:
         """(less the value of a byte, the layer, bytes) of the step after those that are taken."""
         x, begin = layers[i], made.layers[i].gpu + added[i]
-        end = min(x.sizes.neurons, begin + step)
+        end = min(x.sizes.neurons, begin + steps[i])
         if end == begin:
             return None
         more = _bytes(x, added[i] + end - begin) - _bytes(x, added[i])
         value = float(x.reads.bundles[end] - x.reads.bundles[begin])
         return -value / max(1, more), i, more
 
-    # A mixture's router is on the first GPU, where that has neurons of the layer.
-    able = [i for i, x in enumerate(made.layers) if x.gpu or p.spec.n_experts == 1]
-    heap = [first for i in able if (first := next_of(i)) is not None]
+    heap = [first for i in range(len(layers)) if (first := next_of(i)) is not None]
     heapq.heapify(heap)
     while heap:
         _, i, nbytes = heapq.heappop(heap)
@@ -64,7 +85,7 @@ def _filled(p: Problem, made: Plan, room: int) -> list[int]:
             continue  # a layer's next step is as large: it takes no more
         room -= nbytes
         begin = made.layers[i].gpu + added[i]
-        added[i] += min(layers[i].sizes.neurons, begin + STEP * p.spec.n_experts) - begin
+        added[i] += min(layers[i].sizes.neurons, begin + steps[i]) - begin
         if (following := next_of(i)) is not None:
             heapq.heappush(heap, following)
     return added
@@ -87,49 +108,74 @@ def _worthwhile(p: Problem, made: Plan, added: Sequence[int]) -> list[int]:
 
 def _moved(p: Problem, made: Plan, device: str, added: Sequence[int], fixed: dict[str, int]) -> Plan:
     """Return the plan with each layer's next neurons on a further GPU."""
-    sizes, experts = list(p.layers(p.work())), p.spec.n_experts
-    ram = dict(made.bytes["ram"])
-    for x, layer, n in zip(made.layers, sizes, added, strict=True):
-        for part, of in (
-            ("gate rows", layer.sizes.gate_bytes),
-            ("up and down rows", layer.sizes.bundle_bytes),
-        ):
-            left = np.array([x.ram + x.disk * (part == "gate rows"), 0])
-            left[1] = max(0, left[0] - n)
-            was, now = of(left)
-            ram[part] = ram.get(part, 0) - int(was - now)
+    sizes = list(p.layers(p.work()))
+    layers = tuple(_layer(p, i, x, n) for i, (x, n) in enumerate(zip(made.layers, added, strict=True)))
     there = {**fixed, "neurons": sum(_bytes(x, n) for x, n in zip(sizes, added, strict=True))}
-    total = {
-        part: made.bytes["gpu"].get(part, 0) + there.get(part, 0) for part in {**made.bytes["gpu"], **there}
+    nbytes = {tier: dict(parts) for tier, parts in made.bytes.items()}
+    for was, now, layer in zip(made.layers, layers, sizes, strict=True):
+        before, after = _held(layer, was), _held(layer, now)
+        for tier, part in before:
+            _add(nbytes[tier], part, after[tier, part] - before[tier, part])
+    for part, n in there.items():
+        _add(nbytes["gpu"], part, n)
+    if not any(x.disk for x in layers):
+        nbytes["ram"].pop("disk buffers", None)
+    each = zip(made.placement.layers, layers, added, strict=True)
+    taken = {name: parts for name, parts in made.placement.bytes.items() if name not in (CPU, DISK)}
+    taken |= {device: there} | {
+        name: nbytes[tier] for name, tier in ((CPU, "ram"), (DISK, "disk")) if nbytes[tier]
     }
-    layers = tuple(_layer(x, n) for x, n in zip(made.layers, added, strict=True))
-    each = zip(made.placement.layers, added, strict=True)
-    placement = replace(
-        made.placement,
-        layers=tuple(_placed(x, device, n // experts) for x, n in each),
-        bytes={**made.placement.bytes, device: there, CPU: ram},
-    )
-    notes = (*made.notes, f"the speed is that of one GPU: what is on {device} makes it faster")
-    return replace(
-        made, layers=layers, placement=placement, notes=notes, bytes={**made.bytes, "gpu": total, "ram": ram}
-    )
+    ranges = (_placed(p, i, x, after, device, n) for i, (x, after, n) in enumerate(each))
+    placement = replace(made.placement, layers=tuple(ranges), bytes=taken)
+    return replace(made, layers=layers, placement=placement, bytes=nbytes)
 
 
-def _layer(x: LayerPlan, n: int) -> LayerPlan:
-    disk = x.disk - max(0, n - x.ram)
-    return replace(x, gpu=x.gpu + n, ram=max(0, x.ram - n), disk=disk, disk_gates=min(disk, x.disk_gates))
+def _add(parts: dict[str, int], part: str, nbytes: int) -> None:
+    if now := parts.pop(part, 0) + nbytes:
+        parts[part] = now
 
 
-def _placed(x: LayerPlacement, device: str, n: int) -> LayerPlacement:
-    """Return a layer's ranges with `n` neurons of each expert moved from RAM to a GPU."""
+def _held(layer: LayerWork, x: LayerPlan) -> dict[tuple[str, str], int]:
+    """(tier, part) -> what RAM and disk hold of a layer's neurons."""
+    s, gates_on_disk = layer.sizes, x.disk if x.expert else x.disk_gates
+    found = {
+        ("ram", "gate rows"): s.gate_bytes(np.array(x.ram + x.disk - gates_on_disk)),
+        ("ram", "up and down rows"): s.bundle_bytes(np.array(x.ram)),
+        ("ram", "experts' biases"): s.bias_bytes(np.array(x.gpu + x.disk)),
+        ("disk", "gate rows"): s.gate_bytes(np.array(gates_on_disk)),
+        ("disk", "up and down rows"): s.bundle_bytes(np.array(x.disk)),
+    }
+    return {where: int(nbytes) for where, nbytes in found.items()}
 
-    def ranges() -> Iterator[NeuronRange]:
-        for r in x.ranges:
-            if r.device != CPU:
-                yield r
-                continue
-            yield NeuronRange(device, n)
-            if r.neurons > n:
-                yield replace(r, neurons=r.neurons - n)
 
-    return replace(x, ranges=tuple(ranges())) if n else x
+def _layer(p: Problem, layer: int, x: LayerPlan, n: int) -> LayerPlan:
+    if not n:
+        return x
+    disk, width = x.disk - max(0, n - x.ram), p.spec.ffn(layer).width
+    expert = width if divides(p.spec, layer) == "experts" else 0
+    gates = min(disk, x.disk_gates)
+    return replace(x, gpu=x.gpu + n, ram=max(0, x.ram - n), disk=disk, disk_gates=gates, expert=expert)
+
+
+def _placed(
+    p: Problem, layer: int, x: LayerPlacement, after: LayerPlan, device: str, n: int
+) -> LayerPlacement:
+    """Return a layer's ranges with `n` neurons moved from RAM, or disk, to a GPU: `after`."""
+    there, rest = [r for r in x.ranges if r.device != CPU], x.rest
+    if not n or rest is None:
+        return x
+    if after.expert:
+        on = [*((r.device, len(r.whole or ())) for r in there), (device, n // after.expert)]
+        return replace(x, ranges=whole_experts(after, p.ranked(layer), on))
+    each = n // max(1, p.spec.n_experts)
+    left = replace(rest, neurons=rest.neurons - each)
+    left = left if after.disk else replace(left, slots=None, gate_slots=None)
+    return replace(x, ranges=(*there, NeuronRange(device, each), *([left] if left.neurons else [])))
+
+
+def _described(p: Problem, made: Plan) -> Plan:
+    """Predict it."""
+    predicted, buckets = predictions(p, made.layers, made.head, gpu=True)
+    note = "the speed is that of GPUs that compute one after the other; they do it beside each other"
+    share = gpu_share(p, made.layers)
+    return replace(made, predicted=predicted, buckets=buckets, share=share, notes=(*made.notes, note))

@@ -59,11 +59,11 @@ def plan(
         return stored_plan(p, subject.contents)
     divisible = stored == "experts" and tiers.disk is not None and takes_experts(subject.spec)
     if divisible and not fits_in(p, disk=False):
-        return beside_gpu(p, subject.smaller or p.sizes, subject.contents.tensors)
+        return beside_gpu(p, subject.smaller or p.sizes, subject.contents.tensors, further)
     made = planner.solved(p)
-    divided = stored == "neurons" and made.placement.from_disk and made.placement.devices
     if further:
         made = with_further(p, made, further)
+    divided = stored == "neurons" and made.placement.from_disk and made.placement.devices
     return with_gpu_and_disk(p, subject, made) if divided else made
 
 

@@ -63,8 +63,8 @@ class LayerPlacement:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The experts that are on a GPU whole."""
-        return next((r.whole for r in self.ranges if r.device != CPU and r.whole is not None), ())
+        """The experts that are on any GPU whole, ascending."""
+        return tuple(sorted(e for r in self.ranges if r.device != CPU for e in r.whole or ()))
 
     @property
     def rest(self) -> NeuronRange | None:

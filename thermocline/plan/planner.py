@@ -19,7 +19,7 @@ from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
 from thermocline.plan import cost
-from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
+from thermocline.plan.cost import F64, Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, reads_from_disk, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
@@ -56,6 +56,11 @@ class Prediction:
     cpu_us: float
     disk_us: float
     sync_us: float
+
+    @staticmethod
+    def of(work: Work, us: F64) -> Prediction:
+        """`us`: as `times_us`."""
+        return Prediction(work.depth, work.batch, work.batch * 1e6 / float(us.sum()), *us.tolist())
 
     @property
     def bound(self) -> str:
@@ -99,7 +104,8 @@ def placement_of(
     def layer(i: int, x: LayerPlan) -> LayerPlacement:
         experts = max(1, p.spec.ffn(i).experts)
         if x.expert:
-            return LayerPlacement(where[x.attention], None, whole_experts(x, p.ranked(i)))
+            on = [(gpu(0), x.gpu // x.expert)]
+            return LayerPlacement(where[x.attention], None, whole_experts(x, p.ranked(i), on))
         ranges = [NeuronRange(gpu(0), x.gpu // experts)] if x.gpu else []
         if rest := x.ram + x.disk:
             slots = shared(x.ram, experts) if x.disk else None
@@ -113,15 +119,19 @@ def placement_of(
     return Placement(each, where[head], p.ask.context, p.ask.positions, taken, p.sizes.tables)
 
 
-def whole_experts(x: LayerPlan, ranked: Sequence[int]) -> tuple[NeuronRange, ...]:
-    """Return the ranges of a layer whose experts are whole: the first of `ranked` on the GPU."""
-    n, width = x.gpu // x.expert, x.expert
-    slots = x.ram // width if x.disk else None
-    if not n:
-        return (NeuronRange(CPU, width, experts=slots),)
-    there = NeuronRange(gpu(0), width, whole=tuple(sorted(ranked[:n])))
-    others = tuple(sorted(ranked[n:]))
-    return (there, NeuronRange(CPU, width, experts=slots, whole=others)) if others else (there,)
+def whole_experts(
+    x: LayerPlan, ranked: Sequence[int], on: Sequence[tuple[str, int]]
+) -> tuple[NeuronRange, ...]:
+    """Return the ranges of a layer whose experts are whole. `on`: how many of `ranked` GPUs have, in turn."""
+    ranges, end = list[NeuronRange](), 0
+    for device, n in on:
+        begin, end = end, end + n
+        if n:
+            ranges.append(NeuronRange(device, x.expert, whole=tuple(sorted(ranked[begin:end]))))
+    if others := tuple(sorted(ranked[end:])):
+        slots = x.ram // x.expert if x.disk else None
+        ranges.append(NeuronRange(CPU, x.expert, experts=slots, whole=others if end else None))
+    return tuple(ranges)
 
 
 # ---- solving it
@@ -265,18 +275,18 @@ def described(p: Problem, x: Placed) -> Plan:
     )
     for (columns, c), sizes in zip(x.layers, p.sizes.layers, strict=True):
         assert columns.gpu[c] + columns.disk[c] <= sizes.neurons, "a neuron is on one tier"
-    depths = [predict(p, x, p.work(share=share)) for share in (0.0, 0.5, 1.0)]
     layers = tuple(_layer(p, i, picked) for i, picked in enumerate(x.layers))
     head = _tier(x.head[0].attention[x.head[1]])
+    predicted, buckets = predictions(p, layers, head, gpu=x.gpu)
     return Plan(
         layers=layers,
         head=head,
         bytes=parts,
         budget=budget,
-        predicted=tuple(depths),
-        buckets=tuple(predict(p, x, p.work(batch=b)) for b in BUCKETS),
+        predicted=predicted,
+        buckets=buckets,
         hot={b: tuple(hot_neurons(p, b)) for b in BUCKETS},
-        share=_gpu_share(p, x),
+        share=gpu_share(p, layers),
         objective_us=x.choice.value,
         greedy_us=x.choice.greedy,
         notes=tuple(_notes(p, x)),
@@ -332,21 +342,29 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
     return tiers
 
 
-def predict(p: Problem, x: Placed, work: Work) -> Prediction:
-    """How long a step of this placement takes."""
-    v = p.speeds(work)
-    total = np.zeros(4)
-    for (c, i), layer in zip(x.layers, p.layers(work), strict=True):
-        one = np.array([i])
-        where = (c.attention, c.predictor, c.gpu, c.disk, c.gates)
-        times = cost.layer_times(layer, v, work, *(x[one] for x in where))
+def predictions(
+    p: Problem, layers: Sequence[LayerPlan], head: str, *, gpu: bool
+) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
+    """Return what `Plan` has as `predicted` and as `buckets`. `gpu`: whether there is one in it."""
+
+    def of(work: Work) -> Prediction:
+        return Prediction.of(work, times_us(p, layers, head, work, gpu=gpu))
+
+    depths = tuple(of(p.work(share=share)) for share in (0.0, 0.5, 1.0))
+    return depths, tuple(of(p.work(batch=b)) for b in BUCKETS)
+
+
+def times_us(p: Problem, layers: Sequence[LayerPlan], head: str, work: Work, *, gpu: bool) -> F64:
+    """Return how long a step of this placement takes: GPU, CPU, disk and synchronisation."""
+    v, total = p.speeds(work), np.zeros(4)
+    for x, layer in zip(layers, p.layers(work), strict=True):
+        there, counts = (x.attention == "gpu", x.predictor == "gpu"), (x.gpu, x.disk)
+        where = (*there, *counts, x.disk_gates > 0)
+        times = cost.layer_times(layer, v, work, *(np.array([one]) for one in where))
         total += np.concatenate(times)
-    head, i = cost.head_columns(p.sizes, v, gpu=x.gpu), x.head[1]
-    on_gpu = x.head[0].attention[i]
-    total[0] += head.gpu_us[-1] if on_gpu else 0.0
-    total[1] += cost.TOKEN_US + (0.0 if on_gpu else head.cpu_us[0])
-    total[3] += v.sync(p.spec.dim) if x.gpu else 0.0
-    return Prediction(work.depth, work.batch, work.batch * 1e6 / float(total.sum()), *total.tolist())
+    of_head, at = cost.head_columns(p.sizes, v, gpu=gpu), int(head == "gpu")
+    own = [of_head.gpu_us[at], of_head.cpu_us[at] + cost.TOKEN_US, 0.0, v.sync(p.spec.dim) * gpu]
+    return np.asarray(total + own)
 
 
 def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
@@ -361,10 +379,10 @@ def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
         yield int(np.count_nonzero(gates / work.routed + asking >= 1.0))
 
 
-def _gpu_share(p: Problem, x: Placed) -> float:
+def gpu_share(p: Problem, layers: Sequence[LayerPlan]) -> float:
+    """Return the share of the neurons' work that GPUs do."""
     done = [
-        (r.reads.bundles[c.gpu[i]], r.reads.bundles[-1])
-        for (c, i), r in zip(x.layers, p.layers(p.work()), strict=True)
+        (r.reads.bundles[x.gpu], r.reads.bundles[-1]) for x, r in zip(layers, p.layers(p.work()), strict=True)
     ]
     whole = sum(float(w) for _, w in done)
     return sum(float(on) for on, _ in done) / whole if whole else 0.0

@@ -19,7 +19,7 @@ from thermocline.session import embedding_rows, resident, weights
 from thermocline.session.weights import Filled, LoadedWeights, PackInMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from thermocline.ops.device_rows import DeviceRows
     from thermocline.pack.stored_model import FileRows, Progress, StoredModel
@@ -115,13 +115,14 @@ def opened(
     threads: int,
     switches: int = 0,
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
+    whole: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Weights, ExpertStore, Filled]:
-    """`load`'s. `on_gpus`: as `PackInMemory`'s, where experts are elsewhere, too."""
-    p, whole = places(model, s), {f"layers.{i}": there for i, there in s.mixture.elsewhere.items()}
+    """`load`'s. `on_gpus`, `whole`: as `PackInMemory`'s, where experts are elsewhere, too."""
+    p = places(model, s)
     arena = blocks.new_arena(p.bytes, str(model.path))
     tables = embedding_rows.in_arena(model, p.tensors, arena)
-    made = PackInMemory(model.spec, p.tensors, arena, ops, on_gpus or {}, tables=tables, whole=whole)
+    made = PackInMemory(model.spec, p.tensors, arena, ops, on_gpus or {}, tables=tables, whole=whole or {})
     made = resident.read(model, made, p.runs, s.mixture.resident, progress)
     assembled = weights.assemble(made, str(model.path))
     try:

@@ -50,17 +50,28 @@ class Split:
     there: tuple[tuple[str, int], ...]  # (device, rows of each part), one behind the other
     kept: bool  # whether the others are in the arena
     parts: int = 1
-    whole: tuple[int, ...] | None = None  # parts that go to one GPU as a whole, alone; None: some of each
+    # Parts that go to each of these GPUs as a whole; None: some rows of each part.
+    whole: tuple[tuple[int, ...], ...] | None = None
+
+    def sent(self) -> Iterator[tuple[str, Sequence[int], range]]:
+        """Yield what goes to GPUs: (device, which parts, rows of each)."""
+        first = 0
+        for i, (device, rows) in enumerate(self.there):
+            if self.whole is not None:
+                yield device, self.whole[i], range(rows)
+                continue
+            yield device, range(self.parts), range(first, first + rows)
+            first += rows
 
     @property
-    def sent(self) -> Sequence[int]:
-        """Return the parts that have rows on GPUs."""
-        return range(self.parts) if self.whole is None else self.whole
+    def gone(self) -> frozenset[int]:
+        """The parts that are on GPUs as a whole."""
+        return frozenset(e for which in self.whole or () for e in which)
 
     def left(self, part: int, rows: int) -> int:
         """Return how many of a part's `rows` first rows are not in the arena."""
         if self.whole is not None:
-            return rows if part in self.whole else 0
+            return rows if part in self.gone else 0
         return sum(n for _, n in self.there)
 
 
@@ -96,7 +107,7 @@ def check(spec: ModelSpec, placement: Placement, gpus: int) -> None:
         assert all(gpu_index(r.device) < gpus for r in gpu_ranges(p)), "a GPU that this session does not have"
         experts, _, width = spec.ffn(i)
         if p.whole:
-            assert on[0] == FIRST_GPU and not spec.sparse, "whole experts are on the first GPU"
+            assert not spec.sparse, "experts that skip neurons are divided"
             found = sorted(e for r in p.ranges for e in r.whole or ())
             assert found == list(range(experts)), "each expert is in one range"
             assert all(r.neurons == width for r in p.ranges), "they are whole"
@@ -123,8 +134,9 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placem
         here, (experts, _, width) = placement.layers[int(layer)], spec.ffn(int(layer))
         ranges = gpu_ranges(here)
         if here.whole and part in SLABS:
-            each = ((ranges[0].device, rows // experts),)
-            yield Split(name, each, len(here.whole) < experts, experts, here.whole)
+            each = tuple((r.device, rows // experts) for r in ranges)
+            whole = tuple(r.whole or () for r in ranges)
+            yield Split(name, each, len(here.whole) < experts, experts, whole)
         elif part in ATTENTION or part in spec.mixer_matrices(int(layer)):
             yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
@@ -215,7 +227,9 @@ def load_experts_in_part(
     """Do what `load` does where RAM has not all the experts that are on no GPU: others come from disk."""
     check(model.spec, placement, len(devices))
     there = _all_sent(model, list(splits(model.spec, model.tensors, placement)), devices, 0, progress)
-    made, store, _ = expert_store.opened(model, s, cpu, threads=threads, on_gpus=there, progress=progress)
+    made, store, _ = expert_store.opened(
+        model, s, cpu, threads=threads, on_gpus=there, whole=whole_experts(placement), progress=progress
+    )
     return _completed(made, model.spec, placement, there, None, devices), store
 
 
@@ -232,15 +246,19 @@ def _completed(
     return made if predictors is None else _with_predictors(made, spec, placement, predictors, devices[0])
 
 
-def whole_experts(placement: Placement) -> dict[str, tuple[int, ...]]:
-    """Return the experts that a GPU has whole, by layer."""
-    return {f"layers.{i}": x.whole for i, x in enumerate(placement.layers) if x.whole}
+def whole_experts(placement: Placement) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the experts that GPUs have whole, by layer and device."""
+    return {
+        f"layers.{i}": {r.device: r.whole for r in gpu_ranges(x) if r.whole is not None}
+        for i, x in enumerate(placement.layers)
+        if x.whole
+    }
 
 
 def _kept_shape(s: Split, t: TensorInfo) -> tuple[int, ...]:
     """Return the shape of what the arena has of a tensor."""
     if s.whole is not None:
-        return (s.parts - len(s.whole), *t.shape[1:])
+        return (s.parts - len(s.gone), *t.shape[1:])
     rows = s.left(0, 0)
     return (t.shape[0], t.shape[1] - rows, *t.shape[2:]) if rows else t.shape
 
@@ -258,7 +276,9 @@ def _all_sent(
     progress: Progress | None,
 ) -> dict[str, dict[str, DeviceRows]]:
     """Send the GPUs their rows; -> these, by name and device. `more_bytes`: read after them."""
-    sizes = [(len(s.sent), rows * pack.tensors[s.name].stride) for s in found for _, rows in s.there]
+    sizes = [
+        (len(parts), len(rows) * pack.tensors[s.name].stride) for s in found for _, parts, rows in s.sent()
+    ]
     most = max((part for _, part in sizes), default=0)
     staging = blocks.new_arena(min(most, STAGED_BYTES), "weights on their way")
     done, size = 0, sum(parts * part for parts, part in sizes) + more_bytes
@@ -271,12 +291,10 @@ def _all_sent(
 
     there: dict[str, dict[str, DeviceRows]] = {}
     for s in found:
-        first = 0
-        for name, rows in s.there:
-            which = _Which(pack.tensors[s.name], s.parts, s.sent, first, rows)
+        for name, parts, rows in s.sent():
+            which = _Which(pack.tensors[s.name], s.parts, parts, rows)
             sent = _sent(pack, which, devices[gpu_index(name)], staging, more)
             there.setdefault(s.name, {})[name] = _rows(sent, s.name, which.tensor, pack.spec)
-            first += rows
     return there
 
 
@@ -373,24 +391,23 @@ def _kept_bytes(pack: StoredModel, s: Split) -> int:
 
 @dataclass(frozen=True)
 class _Which:
-    """Rows [first, first + rows) of `sent` ones of a tensor's equal parts."""
+    """Rows of `sent` ones of a tensor's equal parts: the same of each."""
 
     tensor: TensorInfo
     parts: int
     sent: Sequence[int]
-    first: int
-    rows: int
+    rows: range
 
 
 def _sent(
     pack: StoredModel, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
 ) -> torch.Tensor:
     """Send rows to a device; -> these there, [sent parts * rows, stride]."""
-    t, nbytes = which.tensor, which.rows * which.tensor.stride
-    made: torch.Tensor = device.zeros((len(which.sent) * which.rows, t.stride), torch.uint8)
+    t, nbytes = which.tensor, len(which.rows) * which.tensor.stride
+    made: torch.Tensor = device.zeros((len(which.sent) * len(which.rows), t.stride), torch.uint8)
     here = _bytes_at(staging)
     for part, flat in zip(which.sent, made.view(len(which.sent), -1), strict=True):
-        first = t.offset + part * (t.bytes // which.parts) + which.first * t.stride
+        first = t.offset + part * (t.bytes // which.parts) + which.rows.start * t.stride
         step = max(1, staging.nbytes // t.stride) * t.stride  # runs end between rows
         for begin in range(0, nbytes, step):
             size = min(step, nbytes - begin)

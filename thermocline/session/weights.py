@@ -238,7 +238,8 @@ class PackInMemory:
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] = field(default_factory=dict)
     grouped: Collection[str] = ()  # tensors whose rows are interleaved
     tables: Mapping[str, Lookup] = field(default_factory=dict)  # whose rows stay on disk
-    whole: Mapping[str, Sequence[int]] = field(default_factory=dict)  # by layer, experts that a GPU has whole
+    # By layer and device, experts that a GPU has whole.
+    whole: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         """Return whether there is such a tensor, in RAM or on a GPU."""
@@ -309,13 +310,9 @@ class PackInMemory:
     def ffn(self, layer: str, expert: int, experts: int, biases: Sequence[F32 | None]) -> FFN:
         """Return an expert. `biases`: of gate, up and down."""
         bias, up_bias, down_bias = biases
-        gate, whole = f"{layer}.gate.weight", self.whole.get(layer, ())
-        if expert in whole:
-            (device,) = self.on_gpus[gate]
-            part = self._gpu_part(layer, (whole.index(expert), len(whole)), device, bias)
-            return FFN((replace(part, up_bias=up_bias),), down_bias, self.spec.sparse)
-        if whole:
-            part = self._cpu_part(layer, expert - sum(e < expert for e in whole), bias)
+        gate = f"{layer}.gate.weight"
+        if whole := self.whole.get(layer, {}):
+            part = self._whole_expert(layer, expert, whole, bias)
             return FFN((replace(part, up_bias=up_bias),), down_bias, self.spec.sparse)
         gpus, in_ram = self.on_gpus.get(gate, {}), gate in self.tensors
         divided = len(gpus) + in_ram > 1
@@ -329,6 +326,16 @@ class PackInMemory:
             own = bias[first:].copy() if bias is not None and divided else bias
             parts.append(replace(self._cpu_part(layer, expert, own), up_bias=up_bias))
         return FFN(tuple(parts), down_bias, self.spec.sparse)
+
+    def _whole_expert(
+        self, layer: str, expert: int, whole: Mapping[str, Sequence[int]], bias: F32 | None
+    ) -> FFNPart:
+        """`whole`: the experts of each GPU; RAM has the others."""
+        for device, there in whole.items():
+            if expert in there:
+                return self._gpu_part(layer, (there.index(expert), len(there)), device, bias)
+        before = sum(e < expert for there in whole.values() for e in there)
+        return self._cpu_part(layer, expert - before, bias)
 
     def shared(self, layer: str) -> FFN | None:
         """Return the FFN of every token of a mixture."""

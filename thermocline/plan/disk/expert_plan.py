@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +16,9 @@ from thermocline.plan.disk.cache_split import F64, Fetch
 from thermocline.plan.disk.disk_split import predictors_in_memory
 from thermocline.plan.disk.expert_hits import OwnRouting
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, least_bytes, placed
+from thermocline.plan.further_gpus import in_memory, with_further
 from thermocline.plan.memory import chats_for
-from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction, solved
+from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction, solved, times_us
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
@@ -48,21 +49,29 @@ def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouti
     )
 
 
-def beside_gpu(p: Problem, smaller: ModelSizes, tensors: Mapping[str, TensorInfo]) -> Plan:
+def beside_gpu(
+    p: Problem, smaller: ModelSizes, tensors: Mapping[str, TensorInfo], further: Sequence[int] = ()
+) -> Plan:
     """Return the plan of a GPU and a CPU whose memories together are too small.
 
-    The solver says what the GPU has. RAM is divided among the other experts: as without a GPU, for fewer of
-    them. `smaller`: with tables on disk. Raises OutOfBudget with a budget that is enough.
+    The solver says what the GPU has, and `with_further` what further ones have. RAM is divided among the
+    other experts: as without a GPU, for fewer of them. `smaller`: with tables on disk. Raises OutOfBudget
+    with a budget that is enough.
     """
     whole, m = p, Mixture(p.spec, tensors, p.routing)
     p = replace(p, sizes=smaller, staging=m.buffer_bytes)
     made = solved(p)
     if not made.placement.from_disk:  # it fits, though greedy steps found no way
-        return solved(whole)
+        return with_further(whole, solved(whole), further)
     if not made.placement.devices:
         without = replace(p, ask=replace(p.ask, vram_bytes=0), routing=None)
         alone = expert_plan(without, tensors, p.routing)
         return replace(alone, notes=(*alone.notes, *(n for n in made.notes if "the GPU is not used" in n)))
+    among_all = with_further(p, made, further)
+    if among_all.placement.from_disk:
+        made = among_all
+    elif (found := in_memory(replace(whole, staging=0), further)) is not None:
+        return found
     s = divide(m.beside(made.placement), p.ram, _others_beside(p, made))
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(_prediction_beside(p, s, made, p.work(share=share)) for share in (0.0, 0.5, 1.0))
@@ -98,16 +107,12 @@ def _with_slots(x: LayerPlan, slots: int | None) -> LayerPlan:
 
 def _prediction_beside(p: Problem, s: ExpertSplit, made: Plan, work: Work) -> Prediction:
     """Predict a step of a GPU, of a CPU beside it, and of a disk that this one reads experts from."""
-    v, total, none = p.speeds(work), np.zeros(4), np.zeros(1, np.int64)
+    in_memory = [replace(x, disk=0, disk_gates=0) for x in made.layers]
+    v, us = p.speeds(work), times_us(p, in_memory, made.head, work, gpu=True)
     for i, (layer, x) in enumerate(zip(p.layers(work), made.layers, strict=True)):
-        there, no = np.array([x.attention == "gpu"]), np.zeros(1, np.bool_)
-        total += np.concatenate(cost.layer_times(layer, v, work, there, no, np.array([x.gpu]), none, no))
         if i in s.slots:
-            total[2] += wait_us(p, s, i, work, float(cost.ffn_cpu_us(layer, v, x.gpu)))
-    head = cost.head_columns(p.sizes, v, gpu=True)
-    at = int(made.head == "gpu")
-    total += [head.gpu_us[at], head.cpu_us[at] + cost.TOKEN_US, 0.0, v.sync(p.spec.dim)]
-    return Prediction(work.depth, work.batch, work.batch * 1e6 / float(total.sum()), *total.tolist())
+            us[2] += wait_us(p, s, i, work, float(cost.ffn_cpu_us(layer, v, x.gpu)))
+    return Prediction.of(work, us)
 
 
 def _others(p: Problem) -> dict[str, int]:
