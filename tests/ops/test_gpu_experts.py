@@ -5,32 +5,36 @@ As test_gpu_moe.py, whose experts are divided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import fake_cuda
 import numpy as np
 import placements
 import pytest
 from gpu_cases import Kernels, met, normal, whole
 from test_experts_on_disk import packed
-from test_gpu import gpu_ops, logits, placed, stand_in
+from test_gpu import gpu_ops, logits, placed, stand_in, storage
 from test_gpu_kernels import FORMATS, SOME, TABLES, kernels
 from test_gpu_moe import mixture_of, random_mixture, with_shared
 from test_moe_disk import EXPERTS
 from test_options import SPEC, TOKENS, natively, nmse
 
-from thermocline.engine.kv_cache import BLOCK
+from thermocline.engine.decoder import bind, forward
+from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for
 from thermocline.model import activations
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec, Router
-from thermocline.ops import device_sizes, interface, reference
+from thermocline.ops import cuda, device_sizes, interface, reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.device import StandIn
+from thermocline.ops.device import Device, StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Weights
+from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Weights
 from thermocline.ops.kernels import torch_kernels
 from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
@@ -258,6 +262,85 @@ def test_a_prompts_experts_are_sent_and_computed_as_on_the_device(
         assert nmse(y, truth) < 1e-9 and stats == counted, count
         few = logits(spec, made, sender, places(count), 5)
         assert nmse(few, truth) > 1e-9, "the CPU rounds activations to int8"
+
+
+def sender(model: StoredModel, device: Device) -> tuple[GpuOps, Weights]:
+    """Ops that send the experts in RAM for steps of 7 tokens on, and a model with one expert there."""
+    limits = StepLimits(TOKENS, TOKENS, model.spec.max_context, BLOCK)
+    ops = GpuOps((device,), torch_kernels, CpuOps(2), model.spec, limits, send_from=7)
+    return ops, gpu_weights.load(model, split(model, 1), (device,), ops.cpu)
+
+
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of what a stand-in is given from here on, in order; copies beside are "beside"."""
+    names: list[str] = []
+    run, copy = StandIn.run, StandIn.copy
+
+    def running(self: StandIn, kernel: Callable[..., Any], *args: Any) -> None:
+        names.append(getattr(kernel, "__name__", "kernel"))
+        run(self, kernel, *args)
+
+    def copying(self: StandIn, *args: Any) -> None:
+        names.extend(["beside"] * self._on)
+        copy(self, *args)
+
+    monkeypatch.setattr(StandIn, "run", running)
+    monkeypatch.setattr(StandIn, "copy", copying)
+    return names
+
+
+def prompts(model: StoredModel, device: Device) -> tuple[GpuOps, Callable[[], F32]]:
+    """Return ops, and a step of all tokens: the same at each call, of one binding, so of the same experts."""
+    spec, places, (ops, made) = model.spec, split(model, 1), sender(model, device)
+    bound, kv = bind(spec, made, ops), KVCache(spec, blocks_for(TOKENS), storage=storage(places, device))
+    ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
+    at = np.arange(TOKENS, dtype=np.int32)
+    table = np.arange(blocks_for(TOKENS), dtype=np.int32)[None]
+    batch = Batch(ids, at, np.zeros_like(at), table, at)
+    return ops, lambda: forward(bound, kv, batch, ops, sparsity="exact", stats=FFNStats())
+
+
+def test_the_next_layers_first_expert_travels_while_its_attention_is_computed(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the step before had it; so the first step of all sends nothing ahead. The bits are the same."""
+    model = packed("gpt_oss", tmp_path)
+    layers, experts = model.spec.n_layers, model.spec.n_experts
+    _, step = prompts(model, stand_in)
+    names, found = queued(monkeypatch), []
+    for ahead in (0, layers - 1, layers - 1):
+        names.clear()
+        found.append(step())
+        behind = [names[i + 1 : i + 4] for i, name in enumerate(names) if name == "down_experts"]
+        assert behind.count(["beside"] * 3) == ahead, "gate, up and down, but for the last layer"
+        assert names.count("beside") == layers * (experts - 1) * 3
+        assert np.array_equal(found[0], found[-1])
+
+
+@pytest.mark.parametrize("order", ["first stream first", "last stream first"])
+def test_a_card_waits_for_what_travels_ahead_also_behind_a_step_that_was_broken_off(
+    order: fake_cuda.Order, tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its streams run as late as they may: what is not waited for gives another answer."""
+    model = packed("gpt_oss", tmp_path)
+    truth = prompts(model, stand_in)[1]()
+    fake_cuda.install(monkeypatch, fake_cuda.Card(order=order))
+    with contextlib.closing(cuda.Cuda(0)) as device:
+        ops, step = prompts(model, device)
+        for _ in range(3):
+            assert np.array_equal(step(), truth)
+        send, left = ops._queue.send, iter(range(model.spec.n_layers - 1))
+
+        def interrupted(*args: Any, **how: Any) -> int:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return send(*args, **how)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ops._queue, "send", interrupted)
+            step()
+        for _ in range(2):
+            assert np.array_equal(step(), truth)
 
 
 def test_an_expert_that_no_buffer_has_room_for_is_the_cpus(

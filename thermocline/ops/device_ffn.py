@@ -75,13 +75,19 @@ class PartQueue:
         self._opened = pairs["opened"][0] if "opened" in pairs else None
         self._pieces = [pairs[name][0] for name in ("piece 0", "piece 1") if name in pairs]
         self.seen: Seen | None = None
+        # Whole experts in RAM, layer after layer: those that this step has sent, that the last one did, and
+        # those of which the first is on its way.
+        self._sent_now, self._sent_before = list[DevicePart](), list[DevicePart]()
+        self._ahead: DevicePart | None = None
 
     @property
     def counts(self) -> Pair:
         return self._pairs["counts"]
 
     def begin(self) -> None:
-        """Begin to count a step."""
+        """Begin to count a step, and what it sends."""
+        if self._sent_now:
+            self._sent_before, self._sent_now = self._sent_now, []
         self.device.run(self.counts[0].zero_)
 
     def end(self) -> None:
@@ -179,14 +185,18 @@ class PartQueue:
 
     # ---- neurons that lie in RAM
 
-    def send(self, pinned: Sequence[DevicePart], normed: Tensor, weights: Vector, y: Tensor) -> int:
+    def send(
+        self, pinned: Sequence[DevicePart], normed: Tensor, weights: Vector, y: Tensor, *, ahead: bool = False
+    ) -> int:
         """y += the neurons of parts in RAM, one for each expert, piece by piece; -> the up and down rows.
 
-        A piece comes while the one before it is computed.
+        A piece comes while the one before it is computed. `ahead`: the first expert that comes next, as the
+        last step had it, begins to come while the queue goes on to that layer. It may not be recorded.
         """
         if pinned[0].whole:
             assert weights is not None, "there is a router"
-            self._send_experts(pinned[0], normed, weights, y)
+            following = self._next(pinned[0]) if ahead else None
+            self._send_experts(pinned[0], normed, weights, y, following)
         else:
             pieces = [(e, piece) for e, p in enumerate(pinned) for piece in self._cut(p)]
             sent = self._sent([(piece.gate.weight, piece.down) for _, piece in pieces])
@@ -197,11 +207,19 @@ class PartQueue:
                 self._bundles(here, NeuronPlace(e, 1, piece.first), normed, None, shares, y, True)
         return sum((2 if p.up is not None else 1) * p.neurons for p in pinned)
 
-    def _send_experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor) -> None:
+    def _next(self, p: DevicePart) -> DevicePart | None:
+        """Return what the last step sent behind p, if it did as this one does."""
+        at = len(self._sent_now)
+        self._sent_now.append(p)
+        before = self._sent_before[at : at + 2]
+        return before[1] if len(before) == 2 and before[0] is p else None
+
+    def _send_experts(
+        self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor, following: DevicePart | None
+    ) -> None:
         """y += whole experts in RAM, each in two pieces: its gate and up rows, then its down rows."""
         each = [p.expert(e) for e in range(p.experts)]
-        ups = ((x.gate.weight,) if x.up is None else (x.gate.weight, x.up) for x in each)
-        sent = self._sent([rows for x, up in zip(each, ups, strict=True) for rows in (up, (x.down,))])
+        sent = self._sent([piece for x in each for piece in _pieces(x)], 2 if self._ahead is p else 0)
         for e, one in enumerate(each):
             gate, *up = next(sent)
             here = replace(one, gate=replace(one.gate, weight=gate), up=up[0] if up else None)
@@ -209,14 +227,23 @@ class PartQueue:
             (down,) = next(sent)
             shares = weights[:, e : e + 1]
             self.device.run(self.kernels.down_experts, y, down, h, shares, True, self.scratch)
+        if following is not None:  # both buffers are free once all of this is computed
+            for i, piece in enumerate(_pieces(following.expert(0))):
+                self._come(piece, i)
+        self._ahead = following
         self._answers(p, weights, y)
 
-    def _sent(self, pieces: Sequence[Sequence[DeviceRows]]) -> Iterator[list[DeviceRows]]:
-        """Yield pieces of what lies in RAM, as they lie here; each comes while the one before is computed."""
-        self._come(pieces[0], 0)
+    def _sent(self, pieces: Sequence[Sequence[DeviceRows]], came: int = 0) -> Iterator[list[DeviceRows]]:
+        """Yield pieces of what lies in RAM, as they lie here; each comes while the one before is computed.
+
+        `came`: how many are here, or on their way.
+        """
+        if not came:
+            self._come(pieces[0], 0)
         for i, piece in enumerate(pieces):
             self.device.join()
-            if i + 1 < len(pieces):  # to where the piece before this one was: it has been computed by then
+            if came <= i + 1 < len(pieces):
+                # To where the piece before this one was: it has been computed by then.
                 self._come(pieces[i + 1], i + 1)
             rooms = self._room(piece, i)
             yield [replace(rows, data=room) for rows, room in zip(piece, rooms, strict=True)]
@@ -240,6 +267,12 @@ class PartQueue:
         begin = self.spec.ffn_dim - p.neurons  # they are an expert's last
         for first in range(0, p.neurons, size):
             yield replace(p.cut(slice(first, first + size)), first=begin + first)
+
+
+def _pieces(expert: DevicePart) -> tuple[tuple[DeviceRows, ...], tuple[DeviceRows, ...]]:
+    """Return what of a whole expert comes together: gate and up, then down."""
+    up = () if expert.up is None else (expert.up,)
+    return (expert.gate.weight, *up), (expert.down,)
 
 
 @dataclass(frozen=True)

@@ -673,7 +673,9 @@ class GpuOps:
                 self._side[part.gpu - 1].finish(self.device, returned)
                 self.device.run(y.add_, returned)
             if sends:
-                self._now.known.rows_dense += self._queue.send(b.pinned, normed, begun.cold, y)
+                ahead = x.tokens > RECORDED and not self._side  # which would wait behind what travels ahead
+                sent = self._queue.send(b.pinned, normed, begun.cold, y, ahead=ahead)
+                self._now.known.rows_dense += sent
             elif elsewhere:
                 self.device.join()
             if b.cold is not None and not sends:
