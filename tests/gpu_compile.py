@@ -51,7 +51,8 @@ def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> D
 
 
 def scratch(tokens: int) -> Scratch:
-    return Scratch.of(KernelSizes(tokens, DIM, NEURONS, 71, 512, PAGES * 32, 1024, 64 * 768), "meta")
+    sizes = KernelSizes(tokens, DIM, NEURONS, 71, 512, PAGES * 32, 1024, 64 * 768, experts=64, active=8)
+    return Scratch.of(sizes, "meta")
 
 
 def of_rows(format: str, t: int) -> None:
@@ -74,15 +75,22 @@ def of_rows(format: str, t: int) -> None:
 
 
 def of_experts(format: str, t: int) -> None:
-    """Qwen3-30B's and gpt-oss's: of few tokens all on the device at once."""
-    experts, n = (64 if t <= FEW else 1), 768
-    x, h, shares = empty(t, DIM), empty(t, experts * n), empty(t, experts)
-    gate, down = rows(format, experts * n, DIM), rows(format, experts * DIM, n)
-    bias, counts = empty(experts * n), empty(4, type=torch.int32)
-    ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, shares, counts, scratch(t))
-    more = None, shares, counts, scratch(t), bias, 1.7, False
-    ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, *more)
-    ops.down_experts(x, down, h, shares, True, scratch(t))
+    """Qwen3-30B's and gpt-oss's, and neurons of each of Mixtral's."""
+    experts, active, n = 64, 8, 768
+    x, shares, counts = empty(t, DIM), empty(t, experts), empty(4, type=torch.int32)
+    gate, down, bias = rows(format, experts * n, DIM), rows(format, experts * DIM, n), empty(experts * n)
+    if t <= FEW:
+        h, more = empty(t, experts * n), (shares, counts, scratch(t))
+        ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, *more)
+        ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, None, *more, bias, 1.7, False)
+        ops.down_experts(x, down, h, shares, True, scratch(t))
+        return
+    h, chosen = empty(t * active, n), (shares, active)
+    ops.gate_up_pairs(h, gate, None, gate, x, "silu", 0.0, False, *chosen, counts, scratch(t))
+    more = *chosen, counts, scratch(t), bias, 1.7, False
+    ops.gate_up_pairs(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, *more)
+    ops.down_pairs(x, down, False, h, *chosen, True, scratch(t))
+    ops.down_pairs(x, rows(format, experts * n, DIM), True, h, *chosen, True, scratch(t))
 
 
 def other_heads() -> list[tuple[Heads, int]]:

@@ -125,8 +125,8 @@ def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], 
 @pytest.mark.parametrize("format", ["f16", "q4_0"])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched) -> None:
-    """Of dense and sparse FFNs, and of mixtures of both."""
-    for activation, experts in (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3)):
+    """Of dense and sparse FFNs, and of mixtures of both: as many whatever the number of experts."""
+    for activation, experts in (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3), ("silu", 8)):
         one, two = (of_step(*launched, format, tokens, n, activation, experts) for n in (1, 2))
         begin, ffn = (i for i, name in enumerate(one) if name == "norm" and i < len(two) - len(one) + 1)
         spec, _ = llama(format, 1, activation, experts)

@@ -274,6 +274,33 @@ def test_rows_from_disk_are_fetched_one_by_one_or_all_in_order() -> None:
     assert cost.disk_us(8192, speeds, np.zeros(1), np.array([10_000])).tolist() == [0]
 
 
+def test_many_tokens_of_a_mixture_meet_their_own_experts_on_a_gpu() -> None:
+    """In whole tiles of 32: 512 tokens, 8 of 128 experts each, are 32 of each expert; 40 are 2 or 3.
+
+    Few tokens are one call over all that is read, and a dense layer's weights meet every token.
+    """
+    for batch, met in (512, 48), (40, 32), (16, 16):
+        work = cost.Work("exact", batch, experts=128, active=8)
+        assert cost.tokens_met("experts", work) == cost.tokens_met("any", work) == met
+        assert cost.tokens_met("all", work) == batch
+    spec, sizes = model("mixtral-8x7b", n_layers=1)
+    problem = Problem(spec, sizes, hotness.assumed(1, spec.ffn_dim, 0.1, 0.26), HIGH, Ask(512))
+    work = problem.work(batch=1024)
+    layer, ones = next(problem.layers(work)), np.ones(1, np.int64)
+
+    def us(active: int) -> float:
+        places = ones > 0, ones > 1, ones * layer.sizes.neurons, ones - 1, ones > 1
+        with_experts, _, _, _ = cost.layer_times(
+            layer, problem.speeds(work), dataclasses.replace(work, active=active), *places
+        )
+        return float(with_experts[0])
+
+    weights = layer.sizes.gate.weights + layer.sizes.bundle.weights
+    assert HIGH.gpu is not None
+    more = 2.0 * (8 - 2) * 1024 / 8 * weights * layer.sizes.neurons / (HIGH.gpu.gflops * 1e3)
+    assert us(8) - us(2) == pytest.approx(more)
+
+
 def test_predictors_are_taken_at_their_own_word() -> None:
     """What `train` measured on its samples, not the assumption; what is always active is no guess."""
     assert predictor.named_for_active({"predicted_fraction": 0.3, "active_fraction": 0.1}) == pytest.approx(3)

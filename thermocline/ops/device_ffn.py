@@ -106,13 +106,9 @@ class PartQueue:
             self._experts(p, normed, weights, y, add)
         elif not p.bundles:
             self._dense(p, normed, y, add)
-        elif weights is None or len(normed) <= device_sizes.FEW:
+        else:
             mine = None if named is None else named[:, p.first // 8 : p.first // 8 + -(-p.neurons // 8)]
             self._bundles(p, NeuronPlace(0, p.experts, p.first), normed, mine, weights, y, add)
-        else:  # all tokens through each expert: of so many, some go to every one
-            for e in range(p.experts):
-                place, shares = NeuronPlace(e, 1, p.first), weights[:, e : e + 1]
-                self._bundles(p.expert(e), place, normed, None, shares, y, add or e > 0)
 
     def shared(self, f: DeviceShared, normed: Tensor, y: Tensor, add: bool) -> None:
         """y (+)= the FFN of every token."""
@@ -153,6 +149,16 @@ class PartQueue:
         add: bool,
     ) -> None:
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
+        if weights is not None and n > device_sizes.FEW:
+            assert p.sub_norm is None, "mixtures have none"
+            if self.seen is None:
+                self._down_pairs(p, self._gate_up_pairs(p, normed, weights), weights, y, add)
+                return
+            if p.experts > 1:  # all tokens through each: who looks on is shown all of its neurons
+                for e in range(p.experts):
+                    one, shares = NeuronPlace(e, 1, place.first), weights[:, e : e + 1]
+                    self._bundles(p.expert(e), one, normed, None, shares, y, add or e > 0)
+                return
         h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
         what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu)
         run(k.gate_up, h, *what, named, weights, self.counts[0], self.scratch)
@@ -163,21 +169,44 @@ class PartQueue:
         run(k.down, y, p.down, h, add, self.scratch)
 
     def _experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
-        """y (+)= whole experts: of few tokens those that some token goes to, of more one after the other."""
-        few = len(normed) <= device_sizes.FEW
-        each = [(p, weights)] if few else [(p.expert(e), weights[:, e : e + 1]) for e in range(p.experts)]
-        for i, (one, shares) in enumerate(each):
-            h = self._activations(one, normed, shares)
-            self.device.run(self.kernels.down_experts, y, one.down, h, shares, add or i > 0, self.scratch)
+        """y (+)= whole experts that some token goes to."""
+        self._down(p, self._gate_up(p, normed, weights), weights, y, add)
         self._answers(p, weights, y)
 
-    def _activations(self, p: DevicePart, normed: Tensor, shares: Tensor) -> Tensor:
+    def _gate_up(self, p: DevicePart, normed: Tensor, weights: Tensor) -> Tensor:
+        """Return the neurons of whole experts, for `_down`."""
         n, a = len(normed), p.activation
+        if n > device_sizes.FEW:
+            return self._gate_up_pairs(p, normed, weights)
         h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
-        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu, None, shares)
+        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu, None, weights)
         more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input)
         self.device.run(self.kernels.gate_up, h, *what, *more)
         return h
+
+    def _down(self, p: DevicePart, h: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
+        if len(y) > device_sizes.FEW:
+            self._down_pairs(p, h, weights, y, add)
+        else:
+            self.device.run(self.kernels.down_experts, y, p.down, h, weights, add, self.scratch)
+
+    def _gate_up_pairs(self, p: DevicePart, normed: Tensor, weights: Tensor) -> Tensor:
+        """Return the neurons of more tokens: of each those of its experts, which are sorted in scratch."""
+        a, n, active = p.activation, p.neurons // p.experts, self._active(p)
+        pairs = len(normed) * active
+        h = self._hidden[0][: pairs * n].view(pairs, n)
+        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu, weights, active)
+        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input)
+        self.device.run(self.kernels.gate_up_pairs, h, *what, *more)
+        return h
+
+    def _down_pairs(self, p: DevicePart, h: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
+        how = p.bundles, h, weights, self._active(p), add, self.scratch
+        self.device.run(self.kernels.down_pairs, y, p.down, *how)
+
+    def _active(self, p: DevicePart) -> int:
+        """Return how many of the part's experts a token goes to at most."""
+        return min(p.experts, self.spec.n_experts_active)
 
     def _answers(self, p: DevicePart, weights: Tensor, y: Tensor) -> None:
         if p.answers is not None:
@@ -223,10 +252,10 @@ class PartQueue:
         for e, one in enumerate(each):
             gate, *up = next(sent)
             here = replace(one, gate=replace(one.gate, weight=gate), up=up[0] if up else None)
-            h = self._activations(here, normed, weights[:, e : e + 1])
-            (down,) = next(sent)
             shares = weights[:, e : e + 1]
-            self.device.run(self.kernels.down_experts, y, down, h, shares, True, self.scratch)
+            h = self._gate_up(here, normed, shares)
+            (down,) = next(sent)
+            self._down(replace(one, down=down), h, shares, y, True)
         if following is not None:  # both buffers are free once all of this is computed
             for i, piece in enumerate(_pieces(following.expert(0))):
                 self._come(piece, i)

@@ -95,6 +95,20 @@ class Scratch:
         assert size <= self.sizes.floats, f"{shape} floats of scratch, made for {self.sizes}"
         return self.floats[:size].view(shape)
 
+    def pairs(
+        self, tokens: int, experts: int, active: int, neurons: int, dim: int = 0
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return what `gate_up_pairs` leaves for `down_pairs`, and behind it answers f32 [pairs, dim].
+
+        i32, flat: the token of each pair; each token's pairs; tiles; marks of neurons.
+        """
+        sizes = device_sizes.pair_sizes(tokens, experts, active, neurons)
+        flat, end, tables = self.take(sum(sizes) + tokens * active * dim), 0, list[torch.Tensor]()
+        for n in sizes:
+            tables.append(flat[end : end + n].view(torch.int32))
+            end += n
+        return tables, flat[end:].view(tokens * active, dim)
+
     def quantised(self, tokens: int, columns: int) -> torch.Tensor:
         """i32, flat, for tokens in int8; apart from what `take` gives.
 
@@ -285,6 +299,39 @@ class Kernels(Protocol):
         rows: DeviceRows,
         h: torch.Tensor,
         weights: torch.Tensor,
+        add: bool,
+        scratch: Scratch,
+        /,
+    ) -> None: ...
+
+    def gate_up_pairs(
+        self,
+        h: torch.Tensor,
+        gate: DeviceRows,
+        gate_bias: Vector,
+        up: DeviceRows | None,
+        x: torch.Tensor,
+        activation: str,
+        threshold: float,
+        up_relu: bool,
+        weights: torch.Tensor,
+        active: int,
+        counts: torch.Tensor,
+        scratch: Scratch,
+        up_bias: Vector = None,
+        alpha: float = 1.0,
+        scales_input: bool = False,
+        /,
+    ) -> None: ...
+
+    def down_pairs(
+        self,
+        out: torch.Tensor,
+        rows: DeviceRows,
+        bundles: bool,
+        h: torch.Tensor,
+        weights: torch.Tensor,
+        active: int,
         add: bool,
         scratch: Scratch,
         /,

@@ -12,6 +12,7 @@ from thermocline.ops.interface import FEW as GUESSED
 FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
 SPAN = 128  # positions, or neurons, that one program adds up before sums are joined in order
 MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
+PAIRS = 32  # (token, expert) pairs of a tile: of one expert, multiplied at once
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
 PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
 EXPERT_BYTES = 64 << 20  # likewise of whole experts: gate and up of one, or its down
@@ -36,6 +37,8 @@ class KernelSizes:
     positions: int  # block table's width times the positions of a block
     rank: int = 0  # of predictors; 0: there are none, 1: of signs only
     columns: int = 0  # of the widest input of a matrix, if that is none of these
+    experts: int = 1
+    active: int = 1  # experts that a token goes to
 
     @property
     def scratch_bytes(self) -> int:
@@ -52,13 +55,29 @@ class KernelSizes:
         down = few * MAX_SUMS * self.dim
         up = self.tokens * self.neurons if self.tokens > FEW else 0
         asked = self.tokens * (self.rank + self.neurons) if self.rank else 0
-        most: int = max(attention, down, up, asked)
+        pairs = 0
+        if self.experts > 1 and self.tokens > FEW:
+            tables = pair_sizes(self.tokens, self.experts, self.active, self.experts * self.neurons)
+            pairs = sum(tables) + self.tokens * self.active * self.dim
+        most: int = max(attention, down, up, asked, pairs)
         return -(-most // 4) * 4  # what follows is aligned to 16 bytes
 
 
 def quantised_words(tokens: int, columns: int) -> int:
     """Words of 4 bytes that tokens take in int8: of 32 columns 8, a scale and a sum."""
     return tokens * -(-columns // 32) * 10
+
+
+def pair_tiles(tokens: int, experts: int, active: int) -> int:
+    """Return how many tiles there may be, each of one expert's pairs."""
+    pairs = tokens * active
+    return pairs // PAIRS + min(experts, pairs)
+
+
+def pair_sizes(tokens: int, experts: int, active: int, neurons: int) -> list[int]:
+    """Return the numbers of what `Scratch.pairs` names."""
+    pairs = tokens * active
+    return [pairs, pairs, 3 * pair_tiles(tokens, experts, active), neurons]
 
 
 def choice_sizes(vocabulary: int) -> list[int]:
@@ -97,6 +116,8 @@ class StepLimits:
         return KernelSizes(
             *(self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, head_dim, positions, self.rank),
             columns=_widest(spec),
+            experts=spec.n_experts,
+            active=spec.n_experts_active,
         )
 
 
@@ -209,8 +230,8 @@ def _qkv_width(x: AttentionShape) -> int:
 
 
 def _activations(spec: ModelSpec, s: StepLimits) -> int:
-    """Count the neurons at once: all experts of few tokens, one of more."""
-    return max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
+    """Count the neurons at once: of few tokens those of all experts, of more those of each token's own."""
+    return max(s.tokens * spec.n_experts_active, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
 
 
 def _mixers(spec: ModelSpec) -> dict[str, int]:

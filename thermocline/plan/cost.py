@@ -57,6 +57,7 @@ class Work:
     depth: int = 0
     routed: float = 1.0  # of a mixture's experts, those that some token of the step goes to
     experts: int = 1
+    active: int = 1  # of them, those that a token goes to
 
     @property
     def predicts(self) -> bool:
@@ -126,12 +127,13 @@ class Speeds:
         for r in joined(replace(r, format=r.format if r.format in known else self.format) for r in reads):
             yield self.tiers.kernel(r.format), r
 
-    def gpu(self, read_bytes: F64 | float, weights: F64 | float) -> F64:
+    def gpu(self, read_bytes: F64 | float, weights: F64 | float, tokens: float = 0) -> F64:
+        """`tokens`: that these weights meet, if that is not the whole step."""
         g = self.tiers.gpu
         assert g is not None
         us: F64 = np.maximum(
             np.asarray(read_bytes) / (g.read_gbs * g.share * 1e3),
-            2.0 * self.batch * weights / (g.gflops * 1e3),
+            2.0 * (tokens or self.batch) * weights / (g.gflops * 1e3),
         )
         return us
 
@@ -278,11 +280,23 @@ def launches(on_gpu: str, shared: bool, format: str, work: Work) -> tuple[int, i
     have one norm, it is one launch fewer: no shape says so.
     """
     mixture = on_gpu != "all" and work.experts > 1
-    if work.batch > device_sizes.FEW:  # gate, up, the activation and down of each expert
-        return 6, 1 + 2 * mixture + 4 * (work.experts if mixture else 1) + 4 * shared
+    if work.batch > device_sizes.FEW:
+        # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts.
+        return 6, 5 + 2 * mixture + 4 * shared
     ints = int(FORMATS[format].block > 1)
     ffn = 4 + ints if on_gpu == "any" else 3 + 2 * ints
     return 6 + 2 * ints, ffn + (2 + ints) * mixture + (2 + 2 * ints) * shared
+
+
+def tokens_met(on_gpu: str, work: Work) -> float:
+    """Return how many tokens meet a weight of an FFN on a GPU: of many its expert's, in whole tiles.
+
+    `on_gpu`: as `LayerWork`'s.
+    """
+    if on_gpu == "all" or work.experts == 1 or work.batch <= device_sizes.FEW:
+        return work.batch
+    tile = device_sizes.PAIRS
+    return max(tile, work.batch * work.active / work.ffns + tile / 2)
 
 
 def layer_times(
@@ -296,7 +310,7 @@ def layer_times(
     predictor = s.predictor if work.predicts else PartSize()
     asked = v.cpu(predictor.reads, work.routed)
     cpu += np.where(p | (g == n), 0.0, asked)
-    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
+    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g])
     ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
     if has_gpu:
@@ -309,7 +323,8 @@ def layer_times(
         gpu += np.where(p, asking + PREDICTOR_LAUNCHES * launch_us, 0.0)
         # Without a predictor all that are there, but no expert that no token goes to.
         computed = gates[g] if layer.on_gpu == "experts" else np.where(p, gates[g], work.routed * g)
-        there = _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + of_ffn * launch_us
+        met = tokens_met(layer.on_gpu, work)
+        there = _ffn_us(layer, v, computed, bundles[g], on_gpu=met) + of_ffn * launch_us
         ffn_gpu = np.where(g > 0, there, 0.0)
         if layer.parallel:
             ffn_gpu += attends
@@ -359,12 +374,12 @@ def _reading_us(disk: DiskTier, reads: F64 | float, nbytes: F64 | float) -> F64:
     return us
 
 
-def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:
-    """Return the FFN's time for so many rows of each kind on one processor."""
+def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: float = 0) -> F64:
+    """Return the time of so many rows of each kind: the CPU's, or a GPU's, where `on_gpu` tokens meet one."""
     gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
     total = np.zeros(len(gate_rows))
     for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):
-        there = v.gpu(rows * each.read_bytes, rows * each.weights) if on_gpu else 0.0
+        there = v.gpu(rows * each.read_bytes, rows * each.weights, on_gpu) if on_gpu else 0.0
         total = total + (there if on_gpu else v.cpu(each.reads, rows, share))
     return total
 
@@ -372,7 +387,7 @@ def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on
 def ffn_cpu_us(layer: LayerWork, v: Speeds, gpu: int) -> float:
     """Return the CPU's time for the neurons of an FFN of which the first `gpu` are on a GPU."""
     gates, bundles = (x[-1] - x[gpu] for x in (layer.reads.gates, layer.reads.bundles))
-    each = _ffn_us(layer, v, np.array([gates]), np.array([bundles]), on_gpu=False)
+    each = _ffn_us(layer, v, np.array([gates]), np.array([bundles]))
     return float(each[0]) + CALL_US * (gpu < layer.sizes.neurons)
 
 

@@ -138,7 +138,8 @@ class Problem:
 
     def work(self, *, batch: int = 0, share: float = 0.5) -> Work:
         batch, s = batch or self.ask.batch, self.spec
-        return Work(self.ask.sparsity, batch, round(share * self.ask.context), s.routed(batch), s.n_experts)
+        depth, routes = round(share * self.ask.context), (s.routed(batch), s.n_experts, s.n_experts_active)
+        return Work(self.ask.sparsity, batch, depth, *routes)
 
     @property
     def excess(self) -> float:

@@ -1,12 +1,14 @@
 """The GPU's ops in plain torch, on any device: what `triton_kernels` must compute, and its stand-in on a CPU.
 
 Same functions and signatures as there. All write into tensors of the caller's; activations and sums are f32;
-no value of the device is read on the host, but for sequences' runs of rows.
+no value of the device is read on the host, but for sequences' runs of rows and experts' tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +24,7 @@ Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NOUGHT = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4, "tq2_0": 1}  # what stands for 0
 PIECE = 1 << 22  # weights, or numbers of keys, that are floats at once: in all 16 to 24 bytes of each
+Times = Callable[[Rows, Tensor, Tensor | None], Tensor]
 BOOKS = {"iq4_nl": IQ4, "iq4_xs": IQ4, "mxfp4": E2M1}  # numbers are places in these
 
 
@@ -342,44 +345,19 @@ def gate_up(
     up rows are read), gate rows read, neurons that are not 0 for some token (`down` reads theirs). Of up to
     FEW tokens no other rows are read. Without counts, which FEW tokens may be, all are.
     """
-    n, zero = gate.rows, x.new_zeros(())
-    share = None if weights is None else weights.repeat_interleave(n // weights.shape[1], dim=1)
-    wanted = torch.ones_like(h, dtype=torch.bool) if share is None else share != 0
-    if named is not None:
-        wanted &= _bits(named, n).bool().any(dim=0)
-    scales = share if scales_input and share is not None else x.new_ones(())
-    a = _activation(_times(gate, x, gate_bias) * scales, activation, bound, alpha)
-    a = torch.where(wanted, a, zero)
-    opened = wanted if counts is None else wanted & (a != 0).any(dim=0)
-    if counts is not None:
-        counts[2] += wanted.any(dim=0).sum()
-        counts[1] += (a != 0).any(dim=0).sum()
-    if up is not None:
-        u = _times(up, x, up_bias) * scales
-        u = _activation(u, "relu", 0.0) if up_relu else _up_factor(u, activation, bound)
-        a = torch.where(opened, a * u, zero)
-    if counts is not None:
-        counts[0] += (a != 0).sum()
-        counts[3] += (a != 0).any(dim=0).sum()
-    h.copy_(a if share is None or scales_input else torch.where(wanted, a * share, zero))
+    what = gate, gate_bias, up, x, activation, bound, up_relu, named, weights, counts
+    _gate_up(_times, h, *what, up_bias, alpha, scales_input)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
     """out [B, dim] (+)= h [B, n] times rows, one a neuron; those that are 0 for all tokens add nothing."""
-    needed = (h != 0).any(dim=0)[:, None]
-    y: Tensor | None = None
-    for s in _pieces(rows.rows, rows.columns):
-        w = _decode(rows, rows.data[s])
-        part = h[:, s] @ torch.where(needed[s], w, w.new_zeros(()))
-        y = part if y is None else y + part
-    if y is not None:
-        _put(out, y, add)
+    _put(out, _bundled(rows, h), add)
 
 
 def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
     """out [B, dim] (+)= the sum over experts of h [B, experts * n] times their rows [experts * dim, n].
 
-    Experts that weights [B, experts] has for no token are not read. One expert alone where B is above FEW.
+    Experts that weights [B, experts] has for no token are not read. B is at most FEW.
     """
     experts, dim = weights.shape[1], out.shape[1]
     h = _met(rows, h)
@@ -390,6 +368,72 @@ def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool,
             w = _decode(rows, mine[s])
             y[:, s] += own @ torch.where(needed[e], w, w.new_zeros(())).T
     _put(out, y, add)
+
+
+def gate_up_pairs(
+    h: Tensor,
+    gate: Rows,
+    gate_bias: Tensor | None,
+    up: Rows | None,
+    x: Tensor,
+    activation: str,
+    bound: float,
+    up_relu: bool,
+    weights: Tensor,
+    active: int,
+    counts: Tensor,
+    scratch: Scratch,
+    up_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    scales_input: bool = False,
+) -> None:
+    """h [B * active, n] = as `gate_up`'s, of the experts that each token goes to: (token, expert) pairs, by
+    expert, then by token. What is behind the last pair is nothing's.
+
+    weights [B, experts]: of a token at most `active` are not 0. x [B, dim] is f32 whatever B is. scratch
+    keeps for `down_pairs` what was sorted. (Here the host reads which tokens go where.)
+    """
+    n, first = gate.rows // weights.shape[1], 0
+    for e, tokens in _going(weights):
+        end, which, mine = first + len(tokens), slice(e * n, (e + 1) * n), slice(e, e + 1)
+        rows = (None if w is None else replace(w, data=w.data[which]) for w in (gate, up))
+        biases = (None if b is None else b[which] for b in (gate_bias, up_bias))
+        (own, own_up), (bias, own_up_bias) = rows, biases
+        assert own is not None
+        what = own, bias, own_up, x[tokens], activation, bound, up_relu, None, weights[tokens, mine], counts
+        _gate_up(_exactly, h[first:end], *what, own_up_bias, alpha, scales_input)
+        first = end
+
+
+def down_pairs(
+    out: Tensor,
+    rows: Rows,
+    bundles: bool,
+    h: Tensor,
+    weights: Tensor,
+    active: int,
+    add: bool,
+    scratch: Scratch,
+) -> None:
+    """out [B, dim] (+)= the sum over a token's experts, in their order, of h [pairs, n] times their rows.
+
+    h, weights, active and scratch: `gate_up_pairs`'s. An expert has dim rows of n columns, or with `bundles`
+    n of dim.
+    """
+    y, first = torch.zeros_like(out), 0
+    for e, tokens in _going(weights):
+        own, mine = rows.part(e, weights.shape[1]), h[first : first + len(tokens)]
+        y[tokens] += _bundled(own, mine) if bundles else _exactly(own, mine, None)
+        first += len(tokens)
+    _put(out, y, add)
+
+
+def _going(weights: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield experts that tokens go to, with those tokens."""
+    for e, shares in enumerate(weights.unbind(dim=1)):
+        tokens = shares.nonzero()[:, 0]
+        if len(tokens):
+            yield e, tokens
 
 
 def route(
@@ -641,10 +685,61 @@ def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:
     return (part if aligned else part.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
+def _gate_up(
+    times: Times,
+    h: Tensor,
+    gate: Rows,
+    gate_bias: Tensor | None,
+    up: Rows | None,
+    x: Tensor,
+    activation: str,
+    bound: float,
+    up_relu: bool,
+    named: Tensor | None,
+    weights: Tensor | None,
+    counts: Tensor | None,
+    up_bias: Tensor | None,
+    alpha: float,
+    scales_input: bool,
+) -> None:
+    n, zero = gate.rows, x.new_zeros(())
+    share = None if weights is None else weights.repeat_interleave(n // weights.shape[1], dim=1)
+    wanted = torch.ones_like(h, dtype=torch.bool) if share is None else share != 0
+    if named is not None:
+        wanted &= _bits(named, n).bool().any(dim=0)
+    scales = share if scales_input and share is not None else x.new_ones(())
+    a = _activation(times(gate, x, gate_bias) * scales, activation, bound, alpha)
+    a = torch.where(wanted, a, zero)
+    opened = wanted if counts is None else wanted & (a != 0).any(dim=0)
+    if counts is not None:
+        counts[2] += wanted.any(dim=0).sum()
+        counts[1] += (a != 0).any(dim=0).sum()
+    if up is not None:
+        u = times(up, x, up_bias) * scales
+        u = _activation(u, "relu", 0.0) if up_relu else _up_factor(u, activation, bound)
+        a = torch.where(opened, a * u, zero)
+    if counts is not None:
+        counts[0] += (a != 0).sum()
+        counts[3] += (a != 0).any(dim=0).sum()
+    h.copy_(a if share is None or scales_input else torch.where(wanted, a * share, zero))
+
+
 def _times(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    met = _met(w, x)
-    y = torch.cat([met @ _decode(w, w.data[s]).T for s in _pieces(w.rows, w.columns)], dim=1)
+    return _exactly(w, _met(w, x), bias)
+
+
+def _exactly(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.cat([x @ _decode(w, w.data[s]).T for s in _pieces(w.rows, w.columns)], dim=1)
     return y if bias is None else y + bias
+
+
+def _bundled(rows: Rows, h: Tensor) -> Tensor:
+    """h [B, n] times rows, one a neuron."""
+    needed, y = (h != 0).any(dim=0)[:, None], h.new_zeros(len(h), rows.columns)
+    for s in _pieces(rows.rows, rows.columns):
+        w = _decode(rows, rows.data[s])
+        y += h[:, s] @ torch.where(needed[s], w, w.new_zeros(()))
+    return y
 
 
 def _pieces(n: int, each: int) -> list[slice]:

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from thermocline.model.spec import Recurrent, Router
 from thermocline.ops import device_sizes
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
-from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, choice_sizes, span_of, spans
+from thermocline.ops.device_sizes import (
+    FEW,
+    MAX_SUMS,
+    PAIRS,
+    SPAN,
+    choice_sizes,
+    pair_tiles,
+    span_of,
+    spans,
+)
 from thermocline.ops.interface import BANNED, CANDIDATES, Heads
 from thermocline.ops.kernels import (
     triton_bytes,
     triton_choice,
+    triton_grouped,
     triton_latents,
     triton_prompts,
     triton_rows,
@@ -29,6 +38,9 @@ from thermocline.ops.kernels import (
     triton_tokens,
 )
 from thermocline.ops.kernels.triton_stored import loader
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import Recurrent, Router
 
 Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
@@ -51,6 +63,9 @@ HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at 
 # Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
 TILE_ROWS, TILE_WARPS = 64, 8
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
+
+PAIR_ROWS, PAIR_WARPS = 64, 8  # of a program for (token, expert) pairs: of 128 rows, gate and up spill
+ARRANGED, ARRANGED_WARPS = 4096, 8  # shares of experts that a program sorts at once
 
 
 class Shape(NamedTuple):
@@ -401,10 +416,6 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
 
 def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
     t, experts = weights.shape
-    if t > FEW:
-        assert experts == 1, "many tokens go through one expert after the other"
-        _matmul(out, rows, h, None, add, False, scratch)
-        return
     own = replace(rows, data=rows.data[: out.shape[1]])  # an expert's
     at_once, warps, fixed = _products(own, t)
     quantised, shape = _quantised(h, scratch, own), (own.rows, own.columns, own.stride)
@@ -413,6 +424,85 @@ def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool,
     launch(
         triton_rows.down_experts_few, grid, *args, warps=warps, registers=_registers(own, t), ADD=add, **fixed
     )
+
+
+def gate_up_pairs(
+    h: Tensor,
+    gate: Rows,
+    gate_bias: Tensor | None,
+    up: Rows | None,
+    x: Tensor,
+    activation: str,
+    bound: float,
+    up_relu: bool,
+    weights: Tensor,
+    active: int,
+    counts: Tensor,
+    scratch: Scratch,
+    up_bias: Tensor | None = None,
+    alpha: float = 1.0,
+    scales_input: bool = False,
+) -> None:
+    assert x.is_contiguous()
+    (t, experts), pitch = weights.shape, weights.stride(0)
+    tiles, e = pair_tiles(t, experts, active), _power(experts)
+    (pairs, places, tile, marks), _ = scratch.pairs(t, experts, active, gate.rows)
+    chunk, some = (min(_power(n), _ceil(ARRANGED, e)) for n in (t, tiles))
+    what = pairs, places, tile, marks, weights, t, experts, active, pitch, tiles, gate.rows
+    fixed: dict[str, Any] = {"E": e, "C": chunk, "A": _power(active), "T": some, "M": PAIRS}
+    grid = (max(_ceil(t, chunk), _ceil(tiles, some)),)
+    launch(triton_grouped.arrange, grid, *what, warps=ARRANGED_WARPS, **fixed)
+
+    n, at_up, other = gate.rows // experts, None if up is None else _at(up), up or gate
+    args = h, _at(gate), gate_bias, at_up, up_bias, x, weights, pairs, tile, marks, counts
+    sizes = n, gate.columns, gate.stride, other.stride, t, pitch, bound, alpha
+    fixed = {"ACTIVATION": activation, "UP_RELU": up_relu, "SCALES": scales_input}
+    fixed |= {"M": PAIRS, "N": PAIR_ROWS, **_many(gate)}
+    fixed |= {f"UP_{name}": given for name, given in _many(other).items()}
+    over = _ceil(n, PAIR_ROWS), tiles
+    how = {"stages": 3, "warps": PAIR_WARPS, "registers": DOT_REGISTERS[1]}
+    launch(triton_grouped.gate_up_pairs, over, *args, *sizes, **how, **fixed)
+
+
+def down_pairs(
+    out: Tensor,
+    rows: Rows,
+    bundles: bool,
+    h: Tensor,
+    weights: Tensor,
+    active: int,
+    add: bool,
+    scratch: Scratch,
+) -> None:
+    assert out.is_contiguous()
+    (t, dim), experts = out.shape, weights.shape[1]
+    n = rows.rows // experts if bundles else rows.columns
+    tiles = pair_tiles(t, experts, active)
+    (_, places, tile, _), answers = scratch.pairs(t, experts, active, experts * n, dim)
+    what = answers, _at(rows), h, tile
+    if bundles:
+        s, g = _bundle_units(rows)
+        fixed: dict[str, Any] = {"FORMAT": rows.format, "M": PAIRS, "K": 32, "G": g, "V": s.v}
+        grid = _ceil(_units(rows, s), g), tiles
+        launch(
+            triton_grouped.down_bundle_pairs,
+            grid,
+            *what,
+            n,
+            dim,
+            rows.stride,
+            stages=3,
+            warps=PAIR_WARPS,
+            **fixed,
+        )
+    else:
+        grid = _ceil(dim, PAIR_ROWS), tiles
+        fixed = {"M": PAIRS, "N": PAIR_ROWS, **_many(rows)}
+        launch(
+            triton_grouped.down_pairs, grid, *what, dim, n, rows.stride, stages=3, warps=PAIR_WARPS, **fixed
+        )
+    ends = t, _ceil(dim, ELEMENTWISE)
+    launch(triton_grouped.add_pairs, ends, out, answers, places, active, dim, ADD=add, C=ELEMENTWISE)
 
 
 def route(
@@ -543,9 +633,8 @@ def _matmul(
             **how,
         )
     else:
-        s, m = _shape(w), min(128, _power(t))
-        g = min(32, MANY_COLUMNS // loader(w.format).planes) // s.v
-        fixed |= {"FORMAT": w.format, "M": m, "N": 64, "G": g, "V": s.v}
+        m = min(128, _power(t))
+        fixed |= {"M": m, "N": 64, **_many(w)}
         grid = _ceil(w.rows, 64), _ceil(t, m)
         args = out, _at(w), x, bias, *shape, t, out.stride(0)
         launch(triton_rows.matmul_many, grid, *args, stages=3, warps=_warps(w, m), **fixed)
@@ -553,12 +642,23 @@ def _matmul(
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     t, n = h.shape
-    s = _shape(rows)
-    m, g = min(128, _power(t)), min(64, DOWN_COLUMNS // loader(rows.format).planes) // s.v
+    m, (s, g) = min(128, _power(t)), _bundle_units(rows)
     fixed: dict[str, Any] = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
     args = out, _at(rows), h, n, rows.columns, rows.stride, t
     grid = _ceil(_units(rows, s), g), _ceil(t, m)
     launch(triton_rows.down_many, grid, *args, stages=3, warps=_warps(rows, m), **fixed)
+
+
+def _many(w: Rows) -> dict[str, Any]:
+    """For products with many tokens: how `tile_products` reads rows."""
+    v = _shape(w).v
+    return {"FORMAT": w.format, "G": min(32, MANY_COLUMNS // loader(w.format).planes) // v, "V": v}
+
+
+def _bundle_units(w: Rows) -> tuple[Shape, int]:
+    """For products with many tokens of rows that are each a neuron's: units, and how many a program has."""
+    s = _shape(w)
+    return s, min(64, DOWN_COLUMNS // loader(w.format).planes) // s.v
 
 
 def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:

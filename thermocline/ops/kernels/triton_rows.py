@@ -376,16 +376,17 @@ def operand(x, token, tokens, c, width, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def matmul_many(
-    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
-    FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+def tile_products(
+    data, row, rows, columns, stride, x, token, tokens,
+    FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """out of M tokens and N rows. f32 weights are multiplied as such, others exactly as tf32."""
-    row = tl.program_id(0) * N + tl.arange(0, N)
-    token = tl.program_id(1) * M + tl.arange(0, M)
+    """x [tokens, columns] at tokens [M], times rows [N], G units of them at a time: [M, N].
+
+    f32 weights are multiplied as such, others exactly as tf32.
+    """
     PLANES: tl.constexpr = plane_count(FORMAT)
     PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
-    acc = tl.zeros((M, N), tl.float32)
+    acc = tl.zeros((token.shape[0], row.shape[0]), tl.float32)
     for start in range(0, tl.cdiv(columns, V * PLANES), G):
         g = start + tl.arange(0, G)
         n = tiles(data, row, rows, stride, g, columns, FORMAT, V)
@@ -393,6 +394,40 @@ def matmul_many(
         for plane in tl.static_range(PLANES):
             mine = operand(x, token, tokens, first + behind(FORMAT) * plane, columns, FORMAT)
             acc = tl.dot(mine, tl.trans(n[plane]), acc, precision(PRECISION))
+    return acc
+
+
+@triton.jit
+def row_products(
+    out, data, g, n, columns, stride, h, token, tokens, ADD: tl.constexpr,
+    FORMAT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, columns] (+)= h [tokens, n] times n rows, K at a time: at tokens [M] and units g [G]."""
+    PLANES: tl.constexpr = plane_count(FORMAT)
+    PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
+    acc = (tl.zeros((token.shape[0], g.shape[0] * V), tl.float32),) * PLANES
+    for start in range(0, n, K):
+        row = start + tl.arange(0, K)
+        w = tiles(data, row, n, stride, g, columns, FORMAT, V)
+        a = operand(h, token, tokens, row, n, FORMAT)
+        new = ()
+        for plane in tl.static_range(PLANES):
+            new = new + (tl.dot(a, w[plane], acc[plane], precision(PRECISION)),)
+        acc = new
+    first = tl.reshape(columns_of(g, FORMAT, V), (g.shape[0] * V,))
+    for plane in tl.static_range(PLANES):
+        put(out, acc[plane], token, tokens, first + behind(FORMAT) * plane, columns, ADD)
+
+
+@triton.jit
+def matmul_many(
+    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
+    FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """out of M tokens and N rows."""
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    token = tl.program_id(1) * M + tl.arange(0, M)
+    acc = tile_products(data, row, rows, columns, stride, x, token, tokens, FORMAT, G, V)
     if bias is not None:
         acc += tl.load(bias + row, mask=row < rows, other=0)[None, :]
     to = out + token.to(tl.int64)[:, None] * pitch + row[None, :]
@@ -412,20 +447,7 @@ def down_many(
     """out of M tokens and G units of columns, K neurons at a time."""
     g = tl.program_id(0) * G + tl.arange(0, G)
     token = tl.program_id(1) * M + tl.arange(0, M)
-    PLANES: tl.constexpr = plane_count(FORMAT)
-    PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
-    acc = (tl.zeros((M, G * V), tl.float32),) * PLANES
-    for start in range(0, n, K):
-        row = start + tl.arange(0, K)
-        w = tiles(data, row, n, stride, g, columns, FORMAT, V)
-        a = operand(h, token, tokens, row, n, FORMAT)
-        new = ()
-        for plane in tl.static_range(PLANES):
-            new = new + (tl.dot(a, w[plane], acc[plane], precision(PRECISION)),)
-        acc = new
-    first = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
-    for plane in tl.static_range(PLANES):
-        put(out, acc[plane], token, tokens, first + behind(FORMAT) * plane, columns, ADD)
+    row_products(out, data, g, n, columns, stride, h, token, tokens, ADD, FORMAT, K, V)
 
 
 @triton.jit
