@@ -307,7 +307,7 @@ def test_the_next_layers_first_expert_travels_while_its_attention_is_computed(
     for ahead in (0, layers - 1, layers - 1):
         names.clear()
         found.append(step())
-        behind = [names[i + 1 : i + 4] for i, name in enumerate(names) if name == "down_experts"]
+        behind = [names[i + 1 : i + 4] for i, name in enumerate(names) if name == "down_pairs"]
         assert behind.count(["beside"] * 3) == ahead, "gate, up and down, but for the last layer"
         assert names.count("beside") == layers * (experts - 1) * 3
         assert np.array_equal(found[0], found[-1])

@@ -65,7 +65,7 @@ class Mixture:
         n = self.gate.rows // experts
         sizes = KernelSizes(tokens, dim, n, 0, 0, 0, experts=max(2, experts), active=active)
         scratch = Scratch.of(sizes, kernels.device)
-        scratch.floats.fill_(float("nan"))
+        scratch.floats.view(torch.int32).fill_(-1)  # NaNs, and as marks all bits
         h, counts = kernels.filled(tokens * active, n), kernels.put(np.zeros(4, np.int32))
         wide = np.pad(shares, ((0, 0), (0, 3)), constant_values=np.nan)  # of all experts, on several devices
         chosen = kernels.put(wide)[:, :experts], active
