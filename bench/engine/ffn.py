@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from thermocline import _native
-from thermocline.machine import hardware
+from thermocline.machine import hardware, this_machine
 from thermocline.model import quant
 from thermocline.model.spec import ACTIVATIONS
 from thermocline.ops.cpu import CpuOps
@@ -22,19 +22,10 @@ from thermocline.ops.cpu import CpuOps
 DIM = 4096
 
 
-def filled(nbytes: int) -> _native.Arena:
-    """Return weights of any format, with small scales and no infinities."""
-    arena = _native.Arena(nbytes)
-    fill = np.random.default_rng(0).integers(0, 60, 1 << 20, dtype=np.uint8)
-    for at in range(0, arena.nbytes, len(fill)):
-        arena.write(at, fill[: arena.nbytes - at])
-    return arena
-
-
 def measure(fmt: str, threads: int, neurons: int, isa: str) -> tuple[float, float, float]:
     """(gate, bundle, all) in GB/s: medians of 11."""
     row = quant.row_bytes(fmt, DIM)
-    arena = filled(3 * neurons * row)
+    arena = this_machine.weights_of_any_format(3 * neurons * row)
     id_, bundle = quant.FORMATS[fmt].id, neurons * row
     gate = _native.Matrix(arena, 0, id_, neurons, DIM, row)
     up = _native.Matrix(arena, bundle, id_, neurons, DIM, 2 * row)

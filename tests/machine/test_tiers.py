@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import json
 import re
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from thermocline.errors import BadFile, UsageError
 from thermocline.machine import hardware, this_machine, tiers
 from thermocline.machine.tiers import parse_tiers, read_tiers, render, tiers_json
+from thermocline.model import quant
 
 Json = dict[str, Any]
 GOOD = tiers_json(read_tiers("rtx4090-i9-13900k"))
@@ -33,6 +36,19 @@ def test_known_machines_are_read_by_name_and_keep_their_values(tmp_path: Path) -
 def test_doctors_json_is_a_hardware_file_too(tmp_path: Path) -> None:
     (tmp_path / "doctor.json").write_text(json.dumps({"python": "3.11", "tiers": GOOD}))
     assert tiers_json(read_tiers(str(tmp_path / "doctor.json"))) == GOOD
+
+
+@pytest.mark.parametrize("format", quant.FORMATS)
+def test_kernels_are_measured_with_normal_numbers(format: str) -> None:
+    """Subnormal ones take a processor many times as long: MXFP4 was planned for at a tenth of its speed."""
+    row = quant.row_bytes(format, 4096)
+    arena = this_machine.weights_of_any_format(64 * row)
+    stored = np.array((ctypes.c_uint8 * (64 * row)).from_address(arena.address)).reshape(64, row)
+    size = np.abs(quant.decode(format, stored, 4096))
+    size = size[size != 0]
+    assert len(size) and np.isfinite(size).all()
+    # A row's sum, and its products with scales of int8 columns, stay within f32's normal numbers, too.
+    assert size.min() > 1e-30 and size.max() < 1e30
 
 
 def change(*path: str, to: Any) -> Callable[[Json], None]:
