@@ -102,6 +102,7 @@ Variables that are not a flag's:
 OTHERS = {
     "ISA": "Lower the instructions: `scalar`, `avx2`, `avxvnni`, `avx512`, `amx`; on ARM `scalar`, `neon`.",
     "DEBUG": "`1` prints the traceback of an error.",
+    "OVERLAP": "`1` lets launches on a GPU (sm_90 and later) overlap. It never ran on a card.",
 }
 FOREIGN = """\
 Variables of other programs that Thermocline honours:

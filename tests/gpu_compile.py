@@ -1,6 +1,6 @@
 """Compiles the Triton kernels ahead of time, as their launches of full-sized models would: needs no GPU.
 
-    python -P tests/gpu_compile.py sm_80,sm_90 1,16     # targets, numbers of tokens
+    python -P tests/gpu_compile.py sm_80,sm_90 1,16     # targets (sm_90+overlap), numbers of tokens
 
 prints a line of JSON a kernel: registers, bytes spilled, shared memory, loads of weights by their bytes; of a
 product with few tokens also the instructions of its longest inner loop.
@@ -227,7 +227,18 @@ def look(made: ASTSource, compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "weights": loads_of([i for i, name in enumerate(passed(made)) if name in WEIGHTS], ptx),
         "loop": longest_loop(sass),
+        "overlap": of_overlap(ptx),
     }
+
+
+def of_overlap(ptx: str) -> dict[str, list[str]]:
+    """What a kernel does to memory before it waits for the launch before it, and its words to that and the
+    next one, in the order of the text. A kernel that does neither has no "before".
+    """
+    memory = r"(?:ld|st)\.(?:global|volatile)|ld\.acquire|prefetch\.\w+|atom|red\.global|cp\.async"
+    words = re.findall(rf"^\s*(?:@\S+ )?({memory}|griddepcontrol\.\w+)", ptx, re.MULTILINE)
+    said = [w for w in words if w.startswith("griddepcontrol")]
+    return {"said": said, "before": sorted({*words[: words.index(said[0])]}) if said else []}
 
 
 def passed(made: ASTSource) -> list[str]:
@@ -304,7 +315,10 @@ class Absent:
 
 
 def compiled_for(name: str, made: ASTSource, options: dict[str, Any]) -> Any:
-    """Compile for sm_NN, or gfxNNN: an AMD GPU, gfx9 with 64 threads in a warp."""
+    """Compile for sm_NN, sm_NN+overlap, or gfxNNN: an AMD GPU, gfx9 with 64 threads in a warp."""
+    name, _, overlap = name.partition("+")
+    if overlap:
+        options = options | {"launch_pdl": True}
     if amd := name.startswith("gfx"):
         target = GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
     else:

@@ -225,6 +225,12 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
+def switched(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable that is no flag's turns something on. Raises UsageError."""
+    found: bool = parse_value(switch, variable(name), environ.get(variable(name), ""))
+    return found
+
+
 def _help(f: Field[Any], o: Option) -> str:
     facts = [f"env: {variable(f.name)}"]
     default = {True: "on", False: "off"}[f.default] if isinstance(f.default, bool) else f.default

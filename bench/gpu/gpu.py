@@ -66,6 +66,7 @@ from thermocline.errors import (
     UsageError,
 )
 from thermocline.machine import hardware
+from thermocline.options import switched
 from thermocline.plan.memory import GIB
 from thermocline.session import gpu
 from thermocline.session.session import Session
@@ -380,6 +381,7 @@ def facts_of(device: gpu.OpenGpu, commit: str | None) -> dict[str, Any]:
         "commit": commit,
         "versions": versions,
         "kernels": kernels,
+        "overlap": switched(os.environ, "overlap"),
     }
 
 

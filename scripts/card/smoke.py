@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -39,6 +40,7 @@ from thermocline.session import gpu
 LAYERS, REPLAYS = 12, 2000  # of the recording whose answers are compared
 ARENA_BYTES = 4 << 30  # registered at once
 ROOF_BYTES = (1 << 30, 8 << 30)  # read at once: a short read shows the launch, too
+CHAIN_LAYERS, CHAIN_REPLAYS = 32, 500  # of launches that overlap, beside those that do not
 L2_BYTES = 512 << 20  # matrices together are larger than any L2
 GEMV = [(12288, 4096), (4096, 4096), (11008, 4096), (4096, 11008), (32000, 4096), (28672, 7168), (1024, 4096)]
 
@@ -231,6 +233,55 @@ def products(
     return found
 
 
+def overlap(device: Device, kernels: Kernels, layers: int, dim: int, replays: int) -> dict[str, Any]:
+    """Replay a chain of dependent launches, and the same of launches that overlap: every bit is compared.
+
+    torch's kernels know nothing of that.
+    """
+    sizes = {"up": (4 * dim, dim), "down": (dim, 4 * dim)}
+    made = {
+        name: torch.randint(0, 44, (layers, n, quant.row_bytes("q4_0", m)), dtype=torch.uint8)
+        for name, (n, m) in sizes.items()
+    }
+    ups, downs = (
+        [DeviceRows(part, "q4_0", sizes[name][1]) for part in data.to(device.torch)]
+        for name, data in made.items()
+    )
+    x, normed, h = (device.zeros((1, n), torch.float32) for n in (dim, dim, 4 * dim))
+    begin, out = (device.pinned((1, dim), torch.float32) for _ in range(2))
+    weight = torch.ones(dim, device=device.torch)
+    scratch = Scratch.of(KernelSizes(1, dim, 4 * dim, 1, 64, 32), device.torch)
+
+    def chain() -> None:
+        device.copy(x, begin)
+        for up, down in zip(ups, downs, strict=True):
+            device.run(kernels.norm, normed, x, weight, None, 1e-5, False)
+            device.run(kernels.matmul, h, up, normed, None, False, scratch)
+            device.run(kernels.matmul, x, down, h, None, True, scratch)
+        device.copy(out, x)
+
+    replay, us = [], []
+    before = os.environ.get("THERMOCLINE_OVERLAP", "")
+    for asked in ("0", "1"):
+        os.environ["THERMOCLINE_OVERLAP"] = asked
+        chain()  # compiles
+        device.wait([])
+        replay.append(device.record(chain))
+        us.append(seconds(device, replay[-1], 20) / layers * 1e6)
+    os.environ["THERMOCLINE_OVERLAP"] = before
+    wrong = 0
+    for _ in range(replays):
+        begin.copy_(torch.randn((1, dim)))
+        answers = []
+        for again in replay:
+            again()
+            device.wait([])
+            answers.append(out.clone().view(torch.int32))
+        wrong += not torch.equal(*answers)
+    assert wrong == 0, f"{wrong} of {replays} replays have other bits where launches overlap"
+    return {"replays": replays, "us_a_layer": us[0], "us_a_layer_overlapping": us[1]}
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--gpu", default="0", help="its number, or stand-in")
@@ -254,6 +305,9 @@ def main() -> int:
         "roofs_gbs": lambda: roofs(device, (1 << 20,) if tried else ROOF_BYTES),
         **{f"48 layers, {t} threads": partial(handover, device, t) for t in {n, max(1, n - 2)}},
     }  # fmt: skip
+    parts["overlap"] = partial(
+        overlap, device, kernels, *((2, 64, 3) if tried else (CHAIN_LAYERS, 4096, CHAIN_REPLAYS))
+    )
     for format in ("f16", "q4_0", "q8_0"):
         parts[f"products {format}"] = partial(products, device, kernels, format, shapes, most)
     found, failed = dict[str, Any](), 0

@@ -6,8 +6,8 @@ r"""Compile, without a card, the kernels that bench/gpu/gpu.py's models launch o
 
 The engine runs on a device whose memory is nowhere, and what it launches is compiled instead of started. So a
 launch has the key here that it has there, if Triton, its Python and this tree are the same. The folder's path
-has to be the same, too: Triton writes it into the files. Further options are bench/gpu/gpu.py's; what a plan
-leaves to the CPU is loaded.
+has to be the same, too: Triton writes it into the files. Further options are bench/gpu/gpu.py's, the same
+as there; what a plan leaves to the CPU is loaded.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Absent:
 def launches(device: StandIn, args: argparse.Namespace, directory: Path) -> None:
     """Launch all that measuring these shapes does, once."""
     opened = OpenGpu(device, triton_kernels, VRAM_BYTES)
-    data = device.zeros((1 << 26,), torch.uint8)
-    for format in args.format:
+    data = device.zeros((1 << 30,), torch.uint8)  # as much as a card is measured with
+    for format in dict.fromkeys(("f16", *args.format)):
         gpu_speed._kernel_gbs(device, triton_kernels, data, format)
     m = Machine(args, opened, None, Clock(time.monotonic() + args.budget_s), directory, "", lambda *_: None)  # type: ignore[arg-type]
     for shape, vram in bench.work_of(args):

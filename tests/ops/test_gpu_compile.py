@@ -25,8 +25,10 @@ AHEAD = {
     ("sm_80", "older"): [("1", ["q4_0", "q8_0", "q6_k", "f32"])],
     ("sm_89", "newest"): [("1", ["q4_0", "q8_0", "q6_k"]), ("4", ["q4_0"])],
     ("sm_89", "older"): [("1", ["f16", "q4_k"]), ("64", ["q4_0"])],
-    ("sm_90", "newest"): [("1", ["f16", "bf16", "q4_0", "q4_k"])],
-    ("sm_90", "older"): [("1", ["q8_0", "q6_k"]), ("2", ["q6_k"])],
+    ("sm_90", "newest"): [("1", ["f16", "bf16", "q4_k"])],
+    ("sm_90", "older"): [("1", ["q6_k"]), ("2", ["q6_k"])],
+    ("sm_90+overlap", "newest"): [("1", ["q4_0"])],
+    ("sm_90+overlap", "older"): [("1", ["q8_0"])],
 }
 # Bytes that come at once of a row, and how often of one; of a q8_0 block twice.
 WIDE = {"f32": (16, 1), "f16": (8, 1), "bf16": (8, 1), "q8_0": (16, 2)} | {
@@ -51,7 +53,7 @@ def installed(triton: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("triton", ["newest", "older"])
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_90+overlap"])
 def test_every_kernel_compiles_and_nothing_spills(target: str, triton: str, tmp_path: Path) -> None:
     """A full-sized model's kernels for GPUs that are not here: rows come in wide loads, and sums stay in
     registers. GPU_COMPILE=all: with every number of tokens (minutes); else a few of each.
@@ -70,6 +72,7 @@ def test_every_kernel_compiles_and_nothing_spills(target: str, triton: str, tmp_
     for f in found:
         if f["kernel"].startswith(("matmul_few", "gate_up_few")) and "B=1 " in f["kernel"]:
             check_products(f)
+    check_overlap(found, target.endswith("+overlap"))
 
 
 def check_products(f: dict[str, Any]) -> None:
@@ -80,6 +83,15 @@ def check_products(f: dict[str, Any]) -> None:
     assert f["weights"].get(str(size), 0) >= rows * matrices * loads * int(of["U"]), f
     if matrices == 1 and of["FORMAT"] in INSTRUCTIONS and of["ALL"] == "True":
         assert f["loop"] / (32 * rows) <= INSTRUCTIONS[of["FORMAT"]], f
+
+
+def check_overlap(found: list[dict[str, Any]], asked: bool) -> None:
+    """Every kernel waits for the launch before it, and before that at most has weights brought to the L2."""
+    words = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if asked else []
+    assert [f for f in found if f["overlap"]["said"] != words] == []
+    early = {f["kernel"].split()[0]: f["overlap"]["before"] for f in found if f["overlap"]["before"]}
+    ahead = ("matmul_few", "gate_up_few", "head_products") if asked else ()
+    assert early == {name: ["prefetch.global"] for name in ahead}
 
 
 def test_loads_are_counted_of_the_weights_alone() -> None:

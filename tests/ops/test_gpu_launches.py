@@ -132,3 +132,21 @@ def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched
         spec, _ = llama(format, 1, activation, experts)
         counted = launches(divides(spec, 0), False, format, Work("exact", tokens, experts=experts))
         assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)
+
+
+def test_launches_overlap_where_that_is_asked_for_and_the_card_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    from triton.backends.compiler import GPUTarget
+
+    from thermocline.ops.kernels import triton_kernels, triton_target
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **how: overlapped.append("launch_pdl" in how)
+
+    overlapped: list[bool] = []
+    for asked, arch in ((False, 90), (True, 89), (True, 90)):
+        monkeypatch.setenv("THERMOCLINE_OVERLAP", str(int(asked)))
+        monkeypatch.setattr(triton_target, "current_target", lambda arch=arch: GPUTarget("cuda", arch, 32))
+        triton_kernels.launch(Kernel(), (1,))
+    assert overlapped == [False, False, True]

@@ -56,6 +56,13 @@ def pack(tiny_pack: Path) -> Pack:
     return Pack.open(tiny_pack)
 
 
+def test_a_card_is_checked_anew_with_launches_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THERMOCLINE_OVERLAP", raising=False)
+    plain = Setup.of("NVIDIA X", "580.0")
+    monkeypatch.setenv("THERMOCLINE_OVERLAP", "1")
+    assert Setup.of("NVIDIA X", "580.0") != plain
+
+
 # ---- the miniature
 
 

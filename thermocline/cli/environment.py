@@ -12,11 +12,13 @@ from typing import Any
 from thermocline.options import PREFIX, Parse, one_of, options_of, parse_value, switch, variable
 from thermocline.session.options import default_cache_dir
 
-# Variables that are no option's twin: ISA lowers the instruction set, DEBUG=1 shows tracebacks.
+# Variables that are no option's twin: ISA lowers the instruction set, DEBUG=1 shows tracebacks,
+# OVERLAP=1 lets launches on a GPU overlap.
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 OTHER_VARIABLES: dict[str, Parse] = {
     "ISA": one_of("scalar", *(("neon",) if ARM else ("avx2", "avxvnni", "avx512", "amx"))),
     "DEBUG": switch,
+    "OVERLAP": switch,
 }
 
 

@@ -27,7 +27,7 @@ from thermocline.ops.kernels.triton_stored import (
     scale_count,
     scales_of,
 )
-from thermocline.ops.kernels.triton_target import assembles
+from thermocline.ops.kernels.triton_target import assembles, follow
 
 TOKENS: tl.constexpr = tl.constexpr(4)  # at a time: of more, words of x take the registers of sums
 
@@ -41,6 +41,7 @@ def quantise(to, x, tokens, width, B: tl.constexpr):
 
     A block with an infinity or a NaN has a NaN for its scale, so that it shows in every product.
     """
+    follow()
     t, b = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
     there = b < width
     at = t * width + b

@@ -7,6 +7,8 @@ who is one. A program keeps the largest of its keys, and fewer programs those of
 import triton
 import triton.language as tl
 
+from thermocline.ops.kernels.triton_target import follow
+
 LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
 
@@ -16,6 +18,7 @@ def candidates(
     WIDTH: tl.constexpr, BANS: tl.constexpr, K: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """The K largest keys of each C logits, and the sum of their digest."""
+    follow()
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i = part * C + tl.arange(0, C)
     x = tl.load(logits + row.to(tl.int64) * pitch + i, mask=i < n, other=0.0) * scale
@@ -39,6 +42,7 @@ def candidates(
 @triton.jit
 def fewer(out, keys, n, K: tl.constexpr, C: tl.constexpr):
     """The K largest of each C keys, of n in a row."""
+    follow()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = part * C + tl.arange(0, C)
     found = tl.topk(tl.load(keys + row * n + i, mask=i < n, other=LEAST), K)
@@ -51,6 +55,7 @@ def draw(
     WIDTH: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
     """A token of the K largest of n keys, at most C; `parts` sums of the digest, at most S."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     i, place, s = tl.arange(0, C), tl.arange(0, K), tl.arange(0, S)
     best = tl.topk(tl.load(keys + row * n + i, mask=i < n, other=LEAST), K)

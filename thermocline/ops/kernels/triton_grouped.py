@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from thermocline.ops.kernels.triton_rows import put, row_products, tile_products
+from thermocline.ops.kernels.triton_target import follow
 from thermocline.ops.kernels.triton_tokens import activation, up_factor
 
 
@@ -26,6 +27,7 @@ def arrange(
     A program has C tokens and T tiles, and counts all pairs for itself. places i32 [tokens, active]: a
     token's pairs, by expert, then -1. marks i32 [neurons] become 0.
     """
+    follow()
     program, e = tl.program_id(0), tl.arange(0, E)
     total, before = tl.zeros((E,), tl.int32), tl.zeros((E,), tl.int32)
     for start in range(0, tokens, C):
@@ -78,6 +80,7 @@ def gate_up_pairs(
 
     marks: of each neuron the bits of what one of its tiles has counted already.
     """
+    follow()
     tile = tiles + 3 * tl.program_id(1)
     expert, first, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if count == 0:
@@ -125,6 +128,7 @@ def down_pairs(
     M: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """answers [pairs, rows]: N rows of a tile's expert, which has `rows`, times h [pairs, columns]."""
+    follow()
     tile = tiles + 3 * tl.program_id(1)
     expert, first, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if count == 0:
@@ -141,6 +145,7 @@ def down_bundle_pairs(
     FORMAT: tl.constexpr, M: tl.constexpr, K: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """answers [pairs, columns]: h [pairs, n] times G units of the rows of a tile's expert, one a neuron."""
+    follow()
     tile = tiles + 3 * tl.program_id(1)
     expert, first, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if count == 0:
@@ -153,6 +158,7 @@ def down_bundle_pairs(
 @triton.jit
 def add_pairs(out, answers, places, active, dim, ADD: tl.constexpr, C: tl.constexpr):
     """out [tokens, dim] (+)= a token's answers, in the order of experts: C columns a program."""
+    follow()
     token, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     y = tl.zeros((C,), tl.float32)
     for k in range(0, active):

@@ -38,6 +38,10 @@ from thermocline.ops.kernels import (
     triton_tokens,
 )
 from thermocline.ops.kernels.triton_stored import loader
+from thermocline.ops.kernels.triton_target import overlaps
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import Recurrent, Router
 
 if TYPE_CHECKING:
     from thermocline.model.spec import Recurrent, Router
@@ -90,6 +94,8 @@ def launch(
     registers: of a thread, at most. Where nothing is said, ptxas spills a few bytes to use fewer.
     """
     how = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+    if overlaps():
+        how["launch_pdl"] = True
     kernel[grid](*args, **fixed, **how)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from thermocline.ops.kernels.triton_rows import dots
-from thermocline.ops.kernels.triton_target import precision
+from thermocline.ops.kernels.triton_target import fetch_ahead, follow, precision
 
 
 @triton.jit
@@ -23,6 +23,8 @@ def head_products(
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64) * B
     b = tl.arange(0, B)[:, None]
     own, mine = data + head * rows * stride, x + head * x_head + first * x_token
+    fetch_ahead(own, tl.program_id(0) * R, rows, stride, R)
+    follow()
     left = tokens - first
     y = dots(own, row, row < rows, stride, columns, mine, left, x_token, FORMAT, B, R, G, V, U, EVEN)
     to = out + head * out_head + (first + b) * out_token + row[None, :]
@@ -36,6 +38,7 @@ def latent_store(
     A: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head); the program behind the last head stores the latent."""
+    follow()
     b, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, A)
     DIM: tl.constexpr = RANK + 2 * HALF
     is_key = head == heads
@@ -84,6 +87,7 @@ def latent_attend(
 
     A latent's N parts of C elements are read one by one: first as keys, then as values, out of a cache.
     """
+    follow()
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = tl.load(positions + b)
     low = s * span

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.kernels.triton_target import follow
 from thermocline.ops.kernels.triton_tokens import first_seen, tanh
 
 
@@ -31,6 +32,7 @@ def attend_many(
     page is read once for all of its tokens. To a row that does not see a page it adds exact zeros, so that
     no bit depends on which tokens share a tile.
     """
+    follow()
     tile, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, p = tl.arange(0, R), tl.arange(0, D), tl.arange(0, BLOCK)
     each = R // group

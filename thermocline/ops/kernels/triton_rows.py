@@ -29,7 +29,7 @@ from thermocline.ops.kernels.triton_stored import (
     units,
     unknown_nought,
 )
-from thermocline.ops.kernels.triton_target import precision
+from thermocline.ops.kernels.triton_target import fetch_ahead, follow, precision
 from thermocline.ops.kernels.triton_tokens import activation, up_factor
 
 
@@ -132,6 +132,8 @@ def matmul_few(
 ):  # fmt: skip
     """ALL: rows are whole steps of R."""
     first = tl.program_id(0) * R
+    fetch_ahead(data, first, rows, stride, R)
+    follow()
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     live = None if ALL and kinds(FORMAT) > 1 else row < rows
     y = products(data, first, live, columns, x, q, tokens, columns, 0, stride, FORMAT, B, R, G, V, U, EVEN)
@@ -163,6 +165,11 @@ def gate_up_few(
     counts: four additions a program; None: up does not wait for the gate. ALL: and rows are whole steps of R.
     """
     first = tl.program_id(0) * R
+    if named is None and weights is None:
+        fetch_ahead(gate, first, n, gate_stride, R)
+        if up is not None and counts is None:
+            fetch_ahead(up, first, n, up_stride, R)
+    follow()
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     mine = (b < tokens) & (row < n)[None, :]
     wanted = row < n
@@ -218,6 +225,7 @@ def down_few(
     Of each chunk the neurons that some token needs are numbered; R * W of them are read at a time, so that
     few among many still come side by side. W: warps, each with rows of its own.
     """
+    follow()
     s, g = tl.program_id(0), tl.program_id(1) * G + tl.arange(0, G)
     nought = unknown_nought(columns)
     KINDS: tl.constexpr = kinds(FORMAT)
@@ -284,6 +292,7 @@ def down_experts_few(
 
     What no token goes to is not read. weights: as gate_up_few's.
     """
+    follow()
     first = tl.program_id(0) * R
     row, b = first + tl.arange(0, R), tl.arange(0, B)
     y = tl.zeros((B, R), tl.float32)
@@ -324,6 +333,7 @@ def nth(tuples, i: tl.constexpr):
 @triton.jit
 def join_sums(out, sums, programs, elements, ADD: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """out [elements] (+)= the sum of sums [programs, elements], all of a column's on their way at once."""
+    follow()
     c = tl.program_id(0) * C + tl.arange(0, C)
     s = tl.arange(0, S)
     ok = (s < programs)[:, None] & (c < elements)[None, :]
@@ -335,6 +345,7 @@ def join_sums(out, sums, programs, elements, ADD: tl.constexpr, S: tl.constexpr,
 
 @triton.jit
 def embed(out, data, ids, columns, stride, scale, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
+    follow()
     b = tl.program_id(0)
     g = tl.program_id(1) * G + tl.arange(0, G)
     at = data + tl.load(ids + b).to(tl.int64) * stride + tl.zeros((1, 1), tl.int64)
@@ -425,6 +436,7 @@ def matmul_many(
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """out of M tokens and N rows."""
+    follow()
     row = tl.program_id(0) * N + tl.arange(0, N)
     token = tl.program_id(1) * M + tl.arange(0, M)
     acc = tile_products(data, row, rows, columns, stride, x, token, tokens, FORMAT, G, V)
@@ -445,6 +457,7 @@ def down_many(
     FORMAT: tl.constexpr, M: tl.constexpr, K: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """out of M tokens and G units of columns, K neurons at a time."""
+    follow()
     g = tl.program_id(0) * G + tl.arange(0, G)
     token = tl.program_id(1) * M + tl.arange(0, M)
     row_products(out, data, g, n, columns, stride, h, token, tokens, ADD, FORMAT, K, V)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.kernels.triton_target import follow
+
 
 @triton.jit
 def silu(x):
@@ -36,6 +38,7 @@ def convolve(
     CONV: tl.constexpr, ALONE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program (token, or behind them sequence; C channels). weight [CONV, channels]."""
+    follow()
     which, i = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
     ok, every = i < channels, i * 0  # a condition that masks is one of each element
     if which < tokens:
@@ -86,6 +89,7 @@ def scan(
 
     x: q, k and v, or x, B and C; gates: beta and alpha, or dt.
     """
+    follow()
     run, head = runs + 4 * tl.program_id(0), tl.program_id(1)
     first, count = tl.load(run), tl.load(run + 1)
     old, new = tl.load(run + 2).to(tl.int64), tl.load(run + 3).to(tl.int64)
@@ -125,6 +129,7 @@ def scan(
 @triton.jit
 def gated_norm(y, gate, weight, pitch, width, weights, eps, AFTER: tl.constexpr, D: tl.constexpr):
     """Program (token, part of `width`): y = norm(y) * silu(gate); or, AFTER, norm(y * silu(gate))."""
+    follow()
     b, part, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, D)
     ok = i < width
     at = y + (b * tl.num_programs(1) + part) * width + i

@@ -1,9 +1,24 @@
-"""Device code: what the card that a kernel is compiled for can do."""
+"""Device code: what the card that a kernel is compiled for can do, and launches that overlap.
+
+A launch that overlaps (`launch_pdl`, sm_90 and later) may begin once every program of the one before it has
+begun and called `follow`. There it waits until that one has ended and all that it wrote is seen. Every kernel
+calls `follow` before it reads or writes anything, so a launch that has ended means that all before it have.
+What comes earlier is `fetch_ahead` alone: the L2 stays coherent, so no answer can depend on it.
+"""
 
 from __future__ import annotations
 
+import os
+
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import current_target
+
+from thermocline.options import switched
+
+LINE: tl.constexpr = tl.constexpr(128)  # bytes of the L2's
+AHEAD: tl.constexpr = tl.constexpr(128)  # lines of a program: one of each thread's, 16 KiB
 
 
 @triton.constexpr_function
@@ -17,3 +32,43 @@ def assembles():
 def precision(wanted):
     """How f32 are multiplied: as `wanted` by NVIDIA's tensor cores, elsewhere whole."""
     return wanted if assembles() else "ieee"
+
+
+def overlaps() -> bool:
+    """Whether launches overlap: that is asked for, and this thread's present GPU can."""
+    if not switched(os.environ, "overlap"):
+        return False
+    target = current_target()
+    return target is not None and target.backend == "cuda" and bool(target.arch >= 90)
+
+
+@tl.core.extern
+def overlapping(_semantic=None):
+    """Whether what is compiled is for launches that overlap: `launch_pdl` is an option of a compilation."""
+    return tl.constexpr(_semantic.builder.options.launch_pdl)
+
+
+@triton.jit
+def follow():
+    """Wait for the launch before this one, then let the next one begin. Else nothing."""
+    if assembles():
+        if overlapping():
+            gdc_wait()
+            gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(data, first, rows, stride, R: tl.constexpr):
+    """Have the beginnings of rows first to first + R - 1 brought to the L2; rows are `stride` bytes apart.
+
+    Only where launches overlap, and only of what is read for certain.
+    """
+    if assembles():
+        if overlapping():
+            LINES: tl.constexpr = max(1, AHEAD // R)
+            row = tl.minimum(first + tl.arange(0, R), rows - 1).to(tl.int64)
+            byte = tl.minimum(tl.arange(0, LINES) * LINE, stride - 1)
+            at = (data + row[:, None] * stride + byte[None, :]).to(tl.uint64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.kernels.triton_target import precision
+from thermocline.ops.kernels.triton_target import follow, precision
 
 
 @triton.jit
@@ -59,6 +59,7 @@ def norm(
     LAYER: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A program a token: out = scale * norm(x), or that added. out may be x."""
+    follow()
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
     ok = i < dim
@@ -76,6 +77,7 @@ def norm(
 
 @triton.jit
 def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
+    follow()
     i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     g = tl.load(gate + i, mask=i < n, other=0)
     a = activation(g, bound, alpha, KIND)
@@ -87,6 +89,7 @@ def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.con
 @triton.jit
 def open(x, gate, n, WIDE: tl.constexpr, C: tl.constexpr):
     """Program (token, C numbers of it). WIDE: each has a gate of its own."""
+    follow()
     b = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * C + tl.arange(0, C)
     at = gate + b * n + i if WIDE else gate + b + 0 * i
@@ -101,6 +104,7 @@ def gated(
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Replace many tokens' gates of R neurons in h by their activation times `ups`. Counts as gate_up_few."""
+    follow()
     row = tl.program_id(0) * R + tl.arange(0, R)
     wanted = row < n
     if named is not None:
@@ -151,6 +155,7 @@ def gated(
 
 @triton.jit
 def softcap(x, n, cap, C: tl.constexpr):
+    follow()
     i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     tl.store(x + i, cap * tanh(tl.load(x + i, mask=i < n, other=0) / cap), mask=i < n)
 
@@ -173,6 +178,7 @@ def route(
     KEPT: tl.constexpr, BEST: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """A program a token. An expert is chosen by its rank, a group by that of the sum of its BEST best."""
+    follow()
     b = tl.program_id(0)
     i = tl.arange(0, E)
     real = i < experts
@@ -231,6 +237,7 @@ def route(
 @triton.jit
 def name(named, scores, threshold, n, hot, C: tl.constexpr):
     """Program (token, C bytes of eight neurons each)."""
+    follow()
     b = tl.program_id(0)
     byte = tl.program_id(1) * C + tl.arange(0, C)
     i = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -243,6 +250,7 @@ def name(named, scores, threshold, n, hot, C: tl.constexpr):
 @triton.jit
 def signs(scores, data, x, n, columns, stride, R: tl.constexpr, C: tl.constexpr):
     """Program (token, R neurons): columns less twice those whose signs differ."""
+    follow()
     b = tl.program_id(0)
     row = tl.program_id(1) * R + tl.arange(0, R)
     at = data + row.to(tl.int64)[:, None] * stride
@@ -301,6 +309,7 @@ def rope_store(
     Each element is read and written by one thread, so in place is safe. LAST: norms are behind rope; OWN:
     LayerNorms, each head's with its own weights; WARM: queries grow with their position.
     """
+    follow()
     b, head, i, j = tl.program_id(0), tl.program_id(1), tl.arange(0, A), 2 * HALF + tl.arange(0, REST)
     at = qkv + (b.to(tl.int64) * tl.num_programs(1) + head) * DIM
     turn = i < HALF
@@ -373,6 +382,7 @@ def attend(
     spans a token does not see nothing is written. A large head is worked on in PIECES of D: as a whole it
     would need more shared memory than sm_89 has.
     """
+    follow()
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = tl.load(positions + b)
     low = tl.maximum(first_seen(own, window, CHUNKED), s * span)
@@ -423,6 +433,7 @@ def join_spans(
     """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
     and the head's sink: a score without a value.
     """
+    follow()
     b, head = tl.program_id(0), tl.program_id(1)
     own = tl.load(positions + b)
     d = tl.arange(0, D)

@@ -25,6 +25,7 @@ from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.files.bounded import parse_json, read_small
 from thermocline.files.whole import replacing
 from thermocline.model import quant
+from thermocline.options import switched
 from thermocline.session.options import default_cache_dir
 from thermocline.session.self_check.miniature import Miniature
 
@@ -56,10 +57,13 @@ class Setup:
     torch: str
     triton: str
     sources: str  # a hash of the package's ops
+    overlap: bool = False  # of launches
 
     @classmethod
     def of(cls, card: str, driver: str) -> Setup:
-        return cls(card, driver, _version("torch"), _version("triton"), _sources())
+        return cls(
+            card, driver, _version("torch"), _version("triton"), _sources(), switched(os.environ, "overlap")
+        )
 
     def __str__(self) -> str:
         return f"{self.card}, driver {self.driver}, torch {self.torch}, triton {self.triton}"
