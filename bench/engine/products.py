@@ -13,9 +13,9 @@ import json
 import time
 
 import numpy as np
-from ffn import filled
 
 from thermocline import _native
+from thermocline.machine.this_machine import weights_of_any_format
 from thermocline.model import quant
 from thermocline.ops.cpu import CpuOps
 
@@ -23,7 +23,7 @@ from thermocline.ops.cpu import CpuOps
 def measure(fmt: str, tokens: int, isas: list[str], rounds: int, cols: int, rows: int) -> dict[str, float]:
     """Return TOP/s of each instruction set. Rows lie in groups where it multiplies them faster so."""
     row = quant.row_bytes(fmt, cols)
-    arena = filled(rows * row)
+    arena = weights_of_any_format(rows * row)
     x = np.random.default_rng(0).standard_normal((tokens, cols)).astype(np.float32)
     out = np.empty((tokens, rows), np.float32)
     jobs, least = {}, dict.fromkeys(isas, float("inf"))
