@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from thermocline.model.spec import AttentionShape, ModelSpec
-from thermocline.ops.interface import BANNED, CANDIDATES
+from thermocline.ops.interface import BANNED as BANNED  # kernels take it from here, as they do all sizes
+from thermocline.ops.interface import CANDIDATES as CANDIDATES
 from thermocline.ops.interface import FEW as GUESSED
 
 FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token

@@ -17,6 +17,8 @@ from thermocline.ops import device_sizes
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import (
+    BANNED,
+    CANDIDATES,
     FEW,
     MAX_SUMS,
     PAIRS,
@@ -26,7 +28,6 @@ from thermocline.ops.device_sizes import (
     span_of,
     spans,
 )
-from thermocline.ops.interface import BANNED, CANDIDATES, Heads
 from thermocline.ops.kernels import (
     triton_bytes,
     triton_choice,
@@ -42,9 +43,7 @@ from thermocline.ops.kernels.triton_target import overlaps
 
 if TYPE_CHECKING:
     from thermocline.model.spec import Recurrent, Router
-
-if TYPE_CHECKING:
-    from thermocline.model.spec import Recurrent, Router
+    from thermocline.ops.interface import Heads
 
 Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
