@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from paper_plans import CONTEXT, MODELS, PCS, kept_in_ram_us, print_or_write, theirs
+from paper_plans import CONTEXT, MODELS, PCS, in_turn, kept_in_ram_us, print_or_write, theirs
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers, read_tiers
@@ -64,7 +64,7 @@ class Case:
 
     def subject(self) -> Subject:
         m = MODELS[self.name]
-        return of_shape(m.shape, self.format, "predict", m.predictors, Curve(m.active, m.skew))
+        return in_turn(of_shape(m.shape, self.format, "predict", m.predictors, Curve(m.active, m.skew)))
 
     def problem(self, subject: Subject, tiers: Tiers, sparsity: str, objective: str = "time") -> Problem:
         ask = Ask(CONTEXT, batch=self.batch, sparsity=sparsity, objective=objective)

@@ -94,6 +94,11 @@ def kept_in_ram_us(subject: Subject, tiers: Tiers, like: Plan) -> float:
     return share * bytes_for(subject.spec, like.predicted[1].depth) / (tiers.gpu.link_gbs * 1e3)
 
 
+def in_turn(subject: Subject) -> Subject:
+    """PowerInfer begins an FFN behind its layer's attention, also where both read the same stream."""
+    return dataclasses.replace(subject, spec=dataclasses.replace(subject.spec, parallel=False))
+
+
 def row(name: str, weight_format: str, pc: str) -> dict[str, Any]:
     m, tiers = MODELS[name], read_tiers(PCS[pc])
     subject = of_shape(m.shape, weight_format, "predict", m.predictors, Curve(m.active, m.skew))
@@ -102,7 +107,7 @@ def row(name: str, weight_format: str, pc: str) -> dict[str, Any]:
     out: dict[str, Any] = {"model": name, "format": weight_format, "pc": pc, "paper_ts": paper}
     if isinstance(ours, str):
         return out | {"refused": ours}
-    like = made(subject, theirs(tiers, weight_format), "frequency")
+    like = made(in_turn(subject), theirs(tiers, weight_format), "frequency")
     spent, like_ts, kv_us = ours.predicted[1], None, 0.0
     if not isinstance(like, str):
         kv_us = kept_in_ram_us(subject, tiers, like)
