@@ -12,8 +12,10 @@ import one_thread  # noqa: F401  (first)
 import pytest
 import tiny
 
+from thermocline import _native
 from thermocline.cli import main
 from thermocline.machine import hardware, this_machine
+from thermocline.pack import blocks
 
 pytest_plugins = ["selection"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -46,6 +48,20 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a test of the hub says where its own is
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(what for, bytes) of each arena that is allocated from here on."""
+    taken: list[tuple[str, int]] = []
+    made = blocks.new_arena
+
+    def new_arena(nbytes: int, what: str) -> _native.Arena:
+        taken.append((what, nbytes))
+        return made(nbytes, what)
+
+    monkeypatch.setattr(blocks, "new_arena", new_arena)
+    return taken
 
 
 @pytest.fixture(autouse=True)

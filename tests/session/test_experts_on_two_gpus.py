@@ -33,7 +33,6 @@ from thermocline.ops import cuda
 from thermocline.ops.device import StandIn
 from thermocline.ops.interface import CPU, FFNStats
 from thermocline.ops.kernels import torch_kernels
-from thermocline.pack import blocks
 from thermocline.pack.pack import Pack
 from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
 from thermocline.pack.stored_model import StoredModel
@@ -293,18 +292,10 @@ def test_a_second_gpu_takes_experts_that_the_first_has_no_room_for(
 
 
 def test_ram_has_what_the_plan_says_and_the_biases_of_experts_that_are_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, arenas: list[tuple[str, int]]
 ) -> None:
     """gpt-oss: the arena to the byte, with experts on two GPUs and in RAM."""
     model: StoredModel = test_synth.make(tmp_path, "gpt-oss-20b", "f16")
-    taken: list[int] = []
-
-    def new_arena(nbytes: int, what: str) -> Any:
-        taken.append(nbytes if what == str(model.path) else 0)
-        return made(nbytes, what)
-
-    made = blocks.new_arena
-    monkeypatch.setattr(blocks, "new_arena", new_arena)
     with Session.open(model, asked(2.0)) as session:
         assert session.plan is not None
         there = session.plan.bytes["gpu"]
@@ -324,7 +315,8 @@ def test_ram_has_what_the_plan_says_and_the_biases_of_experts_that_are_elsewhere
     weights = ("embedding", "routers", "experts' biases", "gate rows", "up and down rows")
     counted = sum(ram.get(part, 0) for part in weights)
     norms = sum(aligned(t.bytes) for n, t in model.tensors.items() if t.stride == t.bytes and t not in each)
-    assert counted <= sum(taken) <= counted + norms
+    taken = sum(nbytes for what, nbytes in arenas if what == str(model.path))
+    assert counted <= taken <= counted + norms
 
 
 def test_the_second_gpu_has_the_experts_that_are_chosen_next(

@@ -24,7 +24,6 @@ from thermocline.model.sizes import aligned
 from thermocline.opening.open_model import open_model
 from thermocline.ops.device import StandIn
 from thermocline.ops.kernels import torch_kernels
-from thermocline.pack import blocks
 from thermocline.pack.pack import Pack
 from thermocline.pack.route_profile import RouteProfile, path_of, write_routes
 from thermocline.pack.stored_model import StoredModel
@@ -187,18 +186,10 @@ def test_a_session_has_experts_beside_ram_and_takes_what_its_plan_says(
 
 
 def test_ram_has_the_biases_of_experts_that_are_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, arenas: list[tuple[str, int]]
 ) -> None:
     """gpt-oss: the CPU's memory has those of all experts, and a plan counts them."""
     model: StoredModel = test_synth.make(tmp_path, "gpt-oss-20b", "f16")
-    taken: list[int] = []
-
-    def new_arena(nbytes: int, what: str) -> Any:
-        taken.append(nbytes if what == str(model.path) else 0)
-        return made(nbytes, what)
-
-    made = blocks.new_arena
-    monkeypatch.setattr(blocks, "new_arena", new_arena)
     with Session.open(model, asked(2.0)) as session:
         assert session.plan is not None and there(session) == 16 * model.spec.n_layers
         session.load()
@@ -210,7 +201,8 @@ def test_ram_has_the_biases_of_experts_that_are_elsewhere(
     counted = re.compile(theirs.pattern + r"|layers\.\d+\.router\.bias")
     vectors = [(n, t) for n, t in model.tensors.items() if t.stride == t.bytes or theirs.fullmatch(n)]
     small = [aligned(t.bytes) for n, t in vectors if not counted.fullmatch(n)]
-    assert sum(taken) == ram["embedding"] + ram["routers"] + ram["experts' biases"] + sum(small)
+    taken = sum(nbytes for what, nbytes in arenas if what == str(model.path))
+    assert taken == ram["embedding"] + ram["routers"] + ram["experts' biases"] + sum(small)
 
 
 def test_a_session_has_experts_on_three_tiers(

@@ -69,6 +69,13 @@ def going_to(weights, token, tokens, e, experts, pitch):
 
 
 @triton.jit
+def tile_at(tiles, i):
+    """(expert, first pair, pairs) of tile i."""
+    tile = tiles + 3 * i
+    return tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+
+
+@triton.jit
 def gate_up_pairs(
     h, gate, bias, up, up_bias, x, weights, pairs, tiles, marks, counts,
     n, columns, gate_stride, up_stride, tokens, pitch, bound, alpha,
@@ -81,8 +88,7 @@ def gate_up_pairs(
     marks: of each neuron the bits of what one of its tiles has counted already.
     """
     follow()
-    tile = tiles + 3 * tl.program_id(1)
-    expert, first, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first, count = tile_at(tiles, tl.program_id(1))
     if count == 0:
         return
     pair = first + tl.arange(0, M)
@@ -129,8 +135,7 @@ def down_pairs(
 ):  # fmt: skip
     """answers [pairs, rows]: N rows of a tile's expert, which has `rows`, times h [pairs, columns]."""
     follow()
-    tile = tiles + 3 * tl.program_id(1)
-    expert, first, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first, count = tile_at(tiles, tl.program_id(1))
     if count == 0:
         return
     row, pair = tl.program_id(0) * N + tl.arange(0, N), first + tl.arange(0, M)
@@ -146,8 +151,7 @@ def down_bundle_pairs(
 ):  # fmt: skip
     """answers [pairs, columns]: h [pairs, n] times G units of the rows of a tile's expert, one a neuron."""
     follow()
-    tile = tiles + 3 * tl.program_id(1)
-    expert, first, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    expert, first, count = tile_at(tiles, tl.program_id(1))
     if count == 0:
         return
     g, pair = tl.program_id(0) * G + tl.arange(0, G), first + tl.arange(0, M)
