@@ -90,7 +90,7 @@ ON_A_CARD = """if True:
 """
 
 
-@pytest.mark.parametrize("triton", ["newest"])
+@pytest.mark.parametrize("triton", ["newest", "older"])
 def test_a_card_finds_what_was_compiled_before(triton: str, tmp_path: Path) -> None:
     """None of its launches compiles anything."""
     env = installed(triton) | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
