@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,3 +153,26 @@ def test_launches_overlap_where_that_is_asked_for_and_the_card_can(monkeypatch: 
         monkeypatch.setattr(triton_target, "current_target", lambda arch=arch: GPUTarget("cuda", arch, 32))
         triton_kernels.launch(Kernel(), (1,))
     assert overlapped == [False, False, True]
+
+
+def test_every_kernel_that_is_launched_waits_for_the_one_before_it_first() -> None:
+    """The compile test looks at the kernels of one token alone; prompts have others."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    from thermocline.ops.kernels import triton_kernels
+
+    rooms = Path(triton_kernels.__file__).parent
+    host = ast.parse((rooms / "triton_kernels.py").read_text(encoding="utf-8"))
+    named = {x for x in ast.walk(host) if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)}
+    launched = {(x.value.id, x.attr) for x in named if x.value.id.startswith("triton_")}  # type: ignore[attr-defined]
+    kernels = {
+        (path.stem, f.name): f.body
+        for path in rooms.glob("triton_*.py")
+        for f in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(f, ast.FunctionDef)
+    }
+    assert len(launched) > 30 and launched <= kernels.keys()
+    for name in launched:
+        said = list(map(ast.unparse, kernels[name]))
+        assert "follow()" in said, name
+        before = " ".join(said[1 : said.index("follow()")])  # behind the docstring
+        assert not re.search(r"tl\.(load|store|atomic)", before), name
