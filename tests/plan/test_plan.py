@@ -536,9 +536,111 @@ def test_a_plan_is_written_once_and_stamped(tmp_path: Path, tiny_pack: Path, the
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+TWO_GPUS = {
+    "neurons": ("tinyllama-1.1b", "--active", "0.1", "--gpu", "0,1", "--vram", "0.75"),
+    "neurons of each expert": ("turbosparse-mixtral", "--active", "0.1", "--vram", "5,4"),
+    "experts": ("qwen3-30b-a3b", "--vram", "8,6"),
+    "neurons, and some on disk": ("llama-2-7b", "--active", "0.1", "--vram", "1.5,1.2", "--ram", "2.6"),
+    "experts, and some on disk": ("qwen3-30b-a3b", "--vram", "3,2.5", "--ram", "5"),
+}
+
+
+@pytest.mark.parametrize("args", TWO_GPUS.values(), ids=TWO_GPUS)
+def test_two_gpus_have_their_own_neurons_within_their_own_memory(
+    args: tuple[str, ...], thermocline: Run
+) -> None:
+    ran = thermocline("plan", *args, "--format", "q4_0", "--ctx", "512", *KNOWN, "--json")
+    assert ran.code == 0, ran.err
+    told = json.loads(ran.out)
+    assert bool(told["bytes"]["disk"]) == ("--ram" in args)
+    limits = args[args.index("--vram") + 1].split(",")
+    assert [g["vram_bytes"] for g in told["gpus"]] == [int(float(x) * GIB) for x in (*limits, *limits)[:2]]
+    for g in told["gpus"]:
+        assert 0 < sum(g["bytes"].values()) <= g["vram_bytes"] and sum(g["neurons"]) > 0
+    both = zip(*(g["neurons"] for g in told["gpus"]), strict=True)
+    assert [sum(each) for each in both] == [x["gpu"] for x in told["layers"]]
+    parts = {part for g in told["gpus"] for part in g["bytes"]}
+    assert {p: sum(g["bytes"].get(p, 0) for g in told["gpus"]) for p in parts} == told["bytes"]["gpu"]
+
+
+def test_a_second_gpu_makes_tokens_faster_and_has_a_column(thermocline: Run) -> None:
+    args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "q4_0", *KNOWN, "--vram", "0.8")
+    one, two = (json.loads(thermocline(*args, *gpus, "--json").out) for gpus in ((), ("--gpu", "1,0")))
+    speeds = [x["predicted"][0]["tokens_per_s"] for x in (one, two)]
+    assert speeds[1] > 1.2 * speeds[0] and [len(x["gpus"]) for x in (one, two)] == [1, 2]
+    ran = thermocline(*args[:-1], "0.8,0.6")
+    for words in (
+        r"^ +GPU:0 +GPU:1 +RAM$", r"^attention +[\d.]+ MiB +- ", r"^allowed +819 MiB +614 MiB +192.00 GiB",
+        r" \d+ gpu:0, \d+ gpu:1", r"the GPUs", r"^with 25 % more +1.75 GiB of VRAM", r"one after the other",
+    ):  # fmt: skip
+        assert re.search(words, ran.out, re.MULTILINE), (words, ran.out)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("llama-2-7b", "--vram", "4,4"), "here FFNs stay whole"),
+        (("qwen3-30b-a3b", "--vram", "24,4"), "the others have all neurons"),
+        (("qwen3-30b-a3b", "--vram", "8,0.4"), "0.40 GiB are too small"),
+    ],
+)
+def test_a_second_gpu_that_takes_nothing_is_noted(args: tuple[str, ...], why: str, thermocline: Run) -> None:
+    told = json.loads(thermocline("plan", *args, "--format", "q4_0", *KNOWN, "--json").out)
+    assert_idle(told, why)
+
+
+def test_a_second_gpu_whose_waits_cost_more_than_it_saves_is_noted(tmp_path: Path, thermocline: Run) -> None:
+    assert HIGH.gpu is not None
+    slow = dataclasses.replace(HIGH, gpu=dataclasses.replace(HIGH.gpu, sync_us=20000))
+    (tmp_path / "hw.json").write_text(render(slow))
+    args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--vram", "0.8,0.8", "--json")
+    told = json.loads(thermocline(*args, "--hardware", tmp_path / "hw.json").out)
+    assert_idle(told, "its waits would cost more than it saves")
+
+
+def assert_idle(told: Any, why: str) -> None:
+    assert any(n.startswith("gpu:1 is not used") and why in n for n in told["notes"]), told["notes"]
+    assert not told["gpus"][1]["bytes"] and not sum(told["gpus"][1]["neurons"])
+
+
+def test_a_described_gpu_can_be_left_out(thermocline: Run) -> None:
+    args = ("plan", "tinyllama-1.1b", "--format", "q4_0", *KNOWN, "--json")
+    off, none = (json.loads(thermocline(*args, *a).out) for a in (("--gpu", "off"), ("--vram", "0")))
+    assert off["predicted"] == none["predicted"] and off["gpus"] == none["gpus"] == []
+
+
+@pytest.mark.oracle  # the stand-in computes with torch
+def test_gpus_of_this_machine_are_measured_and_closed(
+    thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thermocline.ops.device import StandIn
+
+    closed: list[StandIn] = []
+    monkeypatch.setattr(
+        StandIn, "close", lambda self, close=StandIn.close: (closed.append(self), close(self))
+    )
+    args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "q4_0", "--json")
+    ran = thermocline(*args, "--gpu", "stand-in,stand-in", "--vram", "0.8,0.7")
+    assert ran.code == 0, ran.err
+    told = json.loads(ran.out)
+    assert [g["vram_bytes"] for g in told["gpus"]] == [int(0.8 * GIB), int(0.7 * GIB)] and len(closed) == 2
+    assert all(sum(g["neurons"]) for g in told["gpus"])
+
+
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
+        (("llama-2-7b", "--vram", "8,8"), 2, "name them with --gpu 0,1, or describe them with --hardware"),
+        (("llama-2-7b", "--gpu", "none"), 2, "off, auto, a GPU's number, or stand-in"),
+        (("llama-2-7b", "--gpu", "stand-in", "--vram", "1,1"), 2, "2 numbers and 1 GPU is named"),
+        (("llama-2-7b", "--gpu", "stand-in", "--cache-type-k", "q8_0"), 6, "keys and values as f16"),
+        (("llama-2-7b", "--gpu", "0,1", "--vram", "8,8,8", *KNOWN), 2, "3 numbers and 2 GPUs are named"),
+        (("llama-2-7b", "--gpu", "0,0", *KNOWN), 2, "each once, as in 0,1"),
+        (("llama-2-7b", "--gpu", "0,", *KNOWN), 2, "each once, as in 0,1"),
+        (("llama-2-7b", "--gpu", "stand-in", *KNOWN), 2, "each once, as in 0,1"),
+        (("llama-2-7b", "--gpu", "off", "--vram", "8,8", *KNOWN), 2, "leave one of them out"),
+        (("llama-2-7b", "--vram", "0,8", *KNOWN), 2, "which has attention and the head"),
+        (("llama-2-7b", "--vram", "8,8", "--objective", "frequency", *KNOWN), 2, "knows one GPU"),
         (("opt-175b", "--format", "f16", *KNOWN), 5, "--ram"),
         (("opt-175b", "--format", "f16", "--vram", "4", *KNOWN), 5, "or a GPU with"),
         (("opt-30b", "--format", "f16", "--vram", "10", "--ram", "30", *KNOWN), 5, " or --vram"),
@@ -555,6 +657,14 @@ def test_bad_requests_are_one_line_and_a_code(
     ran = thermocline("plan", *args)
     assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1), ran.err
     assert said in ran.err
+
+
+def test_gpus_are_not_planned_for_where_a_machine_has_none(tmp_path: Path, thermocline: Run) -> None:
+    (tmp_path / "hw.json").write_text(render(CPU_ONLY))
+    for asked in (("--gpu", "0"), ("--gpu", "0,1"), ("--vram", "8,8")):
+        ran = thermocline("plan", "llama-2-7b", "--hardware", tmp_path / "hw.json", *asked)
+        assert ran.code == 2 and "has no GPU to plan for" in ran.err, ran.err
+    assert thermocline("plan", "llama-2-7b", "--hardware", tmp_path / "hw.json", "--gpu", "auto").code == 0
 
 
 def test_doctor_writes_what_plan_reads(

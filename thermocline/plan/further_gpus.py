@@ -17,6 +17,7 @@ from thermocline.ops.device_sizes import side_device_bytes
 from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork
+from thermocline.plan.memory import GIB
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, gpu
 from thermocline.plan.planner import LayerPlan, Plan, gpu_share, predictions, solved, whole_experts
 from thermocline.plan.problem import GPU_RUNTIME_BYTES, Problem, divides
@@ -33,11 +34,29 @@ def with_further(p: Problem, made: Plan, free: Sequence[int]) -> Plan:
         return made
     first = made
     fixed = {"buffers": side_device_bytes(p.spec, p.limits), "runtime": GPU_RUNTIME_BYTES}
+    idle = list[str]()
     for index, nbytes in enumerate(free, 1):
-        added = _worthwhile(p, made, _filled(p, made, nbytes - sum(fixed.values())))
+        room = nbytes - sum(fixed.values())
+        added = _worthwhile(p, made, _filled(p, made, room))
         if any(added):
             made = _moved(p, made, gpu(index), added, fixed)
-    return made if made is first else _described(p, made)
+        else:
+            idle.append(f"{gpu(index)} is not used: {_why_idle(p, made, room, nbytes)}")
+    made = made if made is first else _described(p, made)
+    return replace(made, notes=(*made.notes, *idle))
+
+
+def _why_idle(p: Problem, made: Plan, room: int, nbytes: int) -> str:
+    """Return why a further GPU takes nothing."""
+    if not any(divides(p.spec, i) in ("any", "experts") for i in range(p.spec.n_layers)):
+        return "a further one takes neurons of ReLU models and experts of mixtures, and here FFNs stay whole"
+    if not any(x.gpu < s.neurons for x, s in zip(made.layers, p.sizes.layers, strict=True)):
+        return "the others have all neurons"
+    if not any(_step(p, i, x) for i, x in enumerate(made.layers)):
+        return "the first asks no router"
+    if not any(_filled(p, made, room)):
+        return f"{nbytes / GIB:.2f} GiB are too small"
+    return "its waits would cost more than it saves"
 
 
 def in_memory(p: Problem, free: Sequence[int]) -> Plan | None:

@@ -43,6 +43,11 @@ def plan(
     `whole`: also where a part of the FFNs would have to be left on disk, without a GPU. `further`: bytes that
     are free on GPUs beside the first.
     """
+    made = _placed(subject, tiers, ask, whole, further)
+    return replace(made, further=tuple(further)) if further else made
+
+
+def _placed(subject: Subject, tiers: Tiers, ask: Ask, whole: bool, further: Sequence[int]) -> Plan:
     p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
     if p.vram and takes_experts(subject.spec):
         p = replace(p, routing=subject.routing())
@@ -67,9 +72,10 @@ def plan(
     return with_gpu_and_disk(p, subject, made) if divided else made
 
 
-def alternative(subject: Subject, tiers: Tiers, ask: Ask) -> Plan:
-    """Return the plan with `MORE` of both memories."""
-    return plan(subject, tiers, larger(Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask)))
+def alternative(subject: Subject, tiers: Tiers, ask: Ask, further: Sequence[int] = ()) -> Plan:
+    """Return the plan with `MORE` of each memory."""
+    more = larger(Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask))
+    return plan(subject, tiers, more, further=[int(n * MORE) for n in further])
 
 
 def larger(p: Problem) -> Ask:

@@ -32,6 +32,7 @@ def plan_json(subject: Subject, tiers: Tiers, ask: Ask, plan: Plan) -> Json:
         "budget": dataclasses.asdict(plan.budget),
         "placement": plan.placement.json(),
         "bytes": plan.bytes,
+        "gpus": [_on_gpu(plan, device) for device in plan.allowed],
         "head": plan.head,
         "layers": [dataclasses.asdict(layer) for layer in plan.layers],
         "hot": {str(batch): list(counts) for batch, counts in plan.hot.items()},
@@ -42,6 +43,12 @@ def plan_json(subject: Subject, tiers: Tiers, ask: Ask, plan: Plan) -> Json:
         "greedy_objective": plan.greedy_us,
         "notes": list(plan.notes),
     }
+
+
+def _on_gpu(plan: Plan, device: str) -> Json:
+    neurons = [plan.neurons(layer, device) for layer in range(len(plan.layers))]
+    parts = dict(plan.placement.bytes.get(device, {}))
+    return {"device": device, "vram_bytes": plan.allowed[device], "bytes": parts, "neurons": neurons}
 
 
 def write(path: Path, about: Json, *, overwrite: bool) -> None:

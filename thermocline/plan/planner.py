@@ -82,6 +82,7 @@ class Plan:
     greedy_us: float | None  # what greedy made of it
     notes: tuple[str, ...]
     placement: Placement  # the same, as a session loads it
+    further: tuple[int, ...] = ()  # bytes that may be used of each GPU beside the first
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,6 +90,18 @@ class Plan:
 
     def used(self, tier: str) -> int:
         return sum(self.bytes[tier].values())
+
+    @property
+    def allowed(self) -> dict[str, int]:
+        """Return the bytes that may be used of each GPU, by its name in the placement."""
+        return {gpu(i): n for i, n in enumerate((self.budget.vram_bytes, *self.further)) if n}
+
+    def neurons(self, layer: int, device: str) -> int:
+        """Return how many of a layer's neurons, of all its experts, a GPU has."""
+        ranges = [r for r in self.placement.layers[layer].ranges if r.device != CPU]
+        counts = [r.neurons * (1 if r.whole is None else len(r.whole)) for r in ranges]
+        own = sum(n for r, n in zip(ranges, counts, strict=True) if r.device == device)
+        return self.layers[layer].gpu * own // sum(counts) if own else 0
 
 
 def placement_of(

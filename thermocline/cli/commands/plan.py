@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,12 @@ from thermocline.cli.shared_options import (
 from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.modes import CacheTypes, PromptCacheLimits
-from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, switch, whole
+from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, reals, switch, whole
 from thermocline.session.options import FORMATS
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
-    from thermocline.plan.planner import LayerPlan, Plan, Prediction
+    from thermocline.plan.planner import Plan, Prediction
     from thermocline.plan.problem import Ask
     from thermocline.plan.subject import Subject
 
@@ -71,7 +71,11 @@ class PlanOptions:
         "Of a shape, with --sparsity predict: its predictors' size, of the model's."
     )  # fmt: skip
 
-    vram: float | None = memory_limit("Memory of the GPU that may be used.", "all the hardware has", "Budget")
+    vram: tuple[float, ...] | None = opt(
+        None, reals(0, 1e6), "GIB[,GIB...]", "Budget",
+        "Memory of each GPU that may be used. With --hardware, as many numbers as GPUs.",
+        shown="all the hardware has; here, what is free there"
+    )  # fmt: skip
     ram: float | None = memory_limit(
         "Memory that may be used.", "all the hardware has; here, all that is free", "Budget"
     )
@@ -89,6 +93,12 @@ class PlanOptions:
         None, nonempty, "FILE|NAME", "Hardware",
         "What `thermocline doctor -o FILE` wrote, or a known machine (a wrong name lists them all).",
         shown="this machine, measured now"
+    )  # fmt: skip
+    gpu: str | None = opt(
+        None, nonempty, "off|auto|N[,N...]", "Hardware",
+        "The GPUs to plan for, by their numbers, as in `run`: of this machine, measured now; with --hardware "
+        "as many as are named, all like the one it describes. stand-in: RAM that is treated as a GPU's.",
+        flags="--main-gpu", shown="with --hardware its GPU, here off"
     )  # fmt: skip
     threads: int = thread_count("Threads to measure this machine with.", "Hardware")
     objective: str = opt(
@@ -117,44 +127,47 @@ def plan(o: PlanOptions) -> int:
 
     subject = plan_subject(o)
     o.cache.check(subject.spec.head_dim, subject.spec.latent is not None)
-    tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.formats))
+    machine = described_machine(o) if o.hardware is not None else machine_here(o, subject)
+    machine, ask, made = planned(o, subject, machine)
+    tiers = machine.tiers
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
         plan_file.write(Path(o.output), about, overwrite=o.force)
     if o.json:
         emit_json(about)
     else:
-        more = place.alternative(subject, tiers, ask)
+        more = place.alternative(subject, tiers, ask, machine.further)
         same = more.layers == made.layers and more.head == made.head
         emit(plan_text(subject.name, tiers.name, made, None if same else more))
     return 0
 
 
-def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
+def planned(o: PlanOptions, subject: Subject, machine: Machine) -> tuple[Machine, Ask, Plan]:
     """Plan for the first context to try that leaves nothing on disk, else for the last."""
     from thermocline.plan import place
     from thermocline.plan.memory import contexts_for
 
+    tiers, further = machine.tiers, machine.further
     ram = tiers.cpu.ram_bytes if o.ram is None else int(o.ram * GIB)
-    if o.cache.quantised and tiers.gpu is not None and o.vram != 0:
+    if o.cache.quantised and tiers.gpu is not None and machine.vram_bytes != 0:
         raise UsageError(
             f"{tiers.name}: a GPU keeps keys and values as f16, and {o.cache} is asked for;"
             " plan with --vram 0"
         )
     contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, o.cache)
     for context in contexts:
-        ask, last = ask_of(o, subject, context), context == contexts[-1]
+        ask, last = ask_of(o, subject, context, machine.vram_bytes), context == contexts[-1]
         try:
-            return tiers, ask, place.plan(subject, tiers, ask, whole=not last)
+            return machine, ask, place.plan(subject, tiers, ask, whole=not last, further=further)
         except OutOfBudget:
             if last and (tiers.disk is not None or o.hardware is not None):
                 raise
     tiers, notes = measured(o, subject, tiers)
-    made = place.plan(subject, tiers, ask)
-    return tiers, ask, replace(made, notes=(*made.notes, *notes))
+    made = place.plan(subject, tiers, ask, further=further)
+    return replace(machine, tiers=tiers), ask, replace(made, notes=(*made.notes, *notes))
 
 
-def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
+def ask_of(o: PlanOptions, subject: Subject, context: int, vram_bytes: int | None) -> Ask:
     from thermocline.plan.problem import Ask
 
     return Ask(
@@ -162,7 +175,7 @@ def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
         batch=o.batch,
         sparsity=o.sparsity if subject.spec.sparse else "off",
         objective=o.objective,
-        vram_bytes=None if o.vram is None else int(o.vram * GIB),
+        vram_bytes=vram_bytes,
         ram_bytes=None if o.ram is None else int(o.ram * GIB),
         cache=o.cache,
         kept=o.kept,
@@ -192,16 +205,87 @@ def plan_subject(o: PlanOptions) -> Subject:
     return subjects.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
-def plan_tiers(o: PlanOptions, formats: Sequence[str]) -> Tiers:
-    from thermocline.machine import this_machine
+@dataclass(frozen=True)
+class Machine:
+    """A machine to plan for. `vram_bytes`: of its first GPU, None is all; `further`: of those beside it."""
+
+    tiers: Tiers
+    vram_bytes: int | None
+    further: tuple[int, ...] = ()
+
+
+def described_machine(o: PlanOptions) -> Machine:
+    """Return a hardware file's machine, with as many of its GPU as are named or have a limit."""
     from thermocline.machine.tiers import read_tiers
 
-    if o.hardware is not None:
-        return read_tiers(o.hardware)
+    assert o.hardware is not None
+    tiers, limits = read_tiers(o.hardware), o.vram or ()
+    names = [str(i) for i in range(max(1, len(limits)))] if o.gpu in (None, "auto") else o.gpu.split(",")
+    if o.gpu == "off":
+        if len(limits) > 1:
+            raise UsageError("--gpu off with --vram for several GPUs; leave one of them out")
+        return Machine(replace(tiers, gpu=None), None)
+    if not all(map(str.isdigit, names)) or len(set(names)) < len(names):
+        raise UsageError(
+            f"--gpu {o.gpu} with --hardware: name GPUs by their numbers, each once, as in 0,1; or off"
+        )
+    if tiers.gpu is None:
+        if o.gpu not in (None, "auto") or len(names) > 1:
+            raise UsageError(f"{tiers.name} has no GPU to plan for; leave --gpu and --vram out")
+        return Machine(tiers, None)
+    vram = [None if x is None else int(x * GIB) for x in _limits(o, len(names))]
+    return Machine(tiers, vram[0], tuple(tiers.gpu.vram_bytes if n is None else n for n in vram[1:]))
+
+
+def _limits(o: PlanOptions, gpus: int) -> list[float | None]:
+    """Return the limit of each GPU; one number is that of all, as in `run`."""
+    if gpus > 1 and o.objective == "frequency":
+        raise UsageError("--objective frequency is PowerInfer's, which knows one GPU; name one")
+    if o.vram is None or len(o.vram) == 1:
+        return [None if o.vram is None else o.vram[0]] * gpus
+    if len(o.vram) != gpus:
+        several = "GPU is" if gpus == 1 else "GPUs are"
+        raise UsageError(
+            f"--vram has {len(o.vram)} numbers and {gpus} {several} named; give one, or one for each GPU"
+        )
+    if not o.vram[0]:
+        raise UsageError("--vram 0 of the first GPU, which has attention and the head: leave it out of --gpu")
+    return list(o.vram)
+
+
+def machine_here(o: PlanOptions, subject: Subject) -> Machine:
+    """Measure this machine, with the GPUs that are named; with "auto", as in `run`, with one it can use."""
+    from thermocline.machine import this_machine
+    from thermocline.session import gpu, gpu_tier
+
+    asked, formats, found = o.gpu or "off", subject.sizes.formats, tuple[gpu.OpenGpu, ...]()
+    if asked == "off" and len(o.vram or ()) > 1:
+        raise UsageError(
+            "--vram for several GPUs: name them with --gpu 0,1, or describe them with --hardware"
+        )
+    limits = _limits(o, len(asked.split(",")))
+    try:
+        found = gpu.find_all(asked, None if None in limits else max(filter(None, limits), default=0.0))
+        if found:
+            gpu_tier.check(subject.spec, o.cache)
+        _say_if_busy()
+        if not found:
+            return Machine(this_machine.tiers_here(o.threads, formats=formats), None)
+        free = [
+            one.free_bytes if x is None else min(one.free_bytes, int(x * GIB))
+            for one, x in zip(found, limits, strict=True)
+        ]
+        first = replace(found[0], free_bytes=free[0])
+        return Machine(gpu.tiers_of(first, formats, o.threads), free[0], tuple(free[1:]))
+    finally:
+        for one in found:
+            one.device.close()
+
+
+def _say_if_busy() -> None:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > 0.3:
         log.warning(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
-    return this_machine.tiers_here(o.threads, formats=formats)
 
 
 def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, list[str]]:
@@ -232,14 +316,17 @@ def plan_text(model: str, hardware: str, plan: Plan, more: Plan | None) -> str:
 
 
 def _byte_table(plan: Plan) -> str:
-    used = [t for t in TIERS if t == "ram" or plan.bytes[t]]
-    rows = [["", *(t.upper() for t in used)]]
+    columns: dict[str, Mapping[str, int]] = {t: plan.bytes[t] for t in TIERS if t == "ram" or plan.bytes[t]}
+    limits = {"gpu": plan.budget.vram_bytes, "ram": plan.budget.ram_bytes, **plan.allowed}
+    if plan.further and "gpu" in columns:  # a column for each
+        del columns["gpu"]
+        columns = {device: plan.placement.bytes.get(device, {}) for device in plan.allowed} | columns
+    rows = [["", *(name.upper() for name in columns)]]
     for part in PARTS:
-        if any(part in plan.bytes[t] for t in used):
-            rows.append([part, *(size(plan.bytes[t][part]) if part in plan.bytes[t] else "-" for t in used)])
-    rows.append(["together", *(size(plan.used(t)) for t in used)])
-    limits = {"gpu": size(plan.budget.vram_bytes), "ram": size(plan.budget.ram_bytes), "disk": ""}
-    rows.append(["allowed", *(limits[t] for t in used)])
+        if any(part in held for held in columns.values()):
+            rows.append([part, *(size(held[part]) if part in held else "-" for held in columns.values())])
+    rows.append(["together", *(size(sum(held.values())) for held in columns.values())])
+    rows.append(["allowed", *(size(limits[name]) if name in limits else "" for name in columns)])
     first = max(len(row[0]) for row in rows)
     return "".join(
         f"{row[0]:<{first}}" + "".join(f"{x:>13}" for x in row[1:]).rstrip() + "\n" for row in rows
@@ -248,13 +335,13 @@ def _byte_table(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> list[str]:
     """Return like layers as one line: `0-17  attention gpu · 4096 neurons gpu, 6912 ram`."""
-    lines, first = [], 0
+    lines, first, on = [], 0, [_neurons(plan, i) for i in range(len(plan.layers))]
     for i, layer in enumerate(plan.layers):
-        if i + 1 < len(plan.layers) and plan.layers[i + 1] == layer:
+        if i + 1 < len(plan.layers) and (plan.layers[i + 1], on[i + 1]) == (layer, on[i]):
             continue
         each = layer.expert or 1
-        counts = ((n // each, t) for n, t in zip((layer.gpu, layer.ram, layer.disk), TIERS, strict=True) if n)
-        neurons = ", ".join(f"{n} {t}" for n, t in counts) + " (gate rows too)" * (layer.disk_gates > 0)
+        counts = (f"{n // each} {tier}" for tier, n in on[i].items() if n)
+        neurons = ", ".join(counts) + " (gate rows too)" * (layer.disk_gates > 0)
         predictor = f" · predictor {layer.predictor}" if layer.predictor is not None else ""
         which, what = f"{first}-{i}" if i > first else f"{i}", "experts" if layer.expert else "neurons"
         lines.append(f"{which:<6} attention {layer.attention}{predictor} · {what} {neurons}")
@@ -262,30 +349,36 @@ def _layers(plan: Plan) -> list[str]:
     if len(lines) <= 8:
         return [*lines, f"head {plan.head}"]
     where = Counter(layer.attention for layer in plan.layers)
-    gpu = sorted(layer.gpu for layer in plan.layers)
-    disk = sorted(layer.disk for layer in plan.layers)
     attention = ", ".join(f"{n} {t}" for t, n in sorted(where.items()))
-    if whole := [layer for layer in plan.layers if layer.expert]:
+    if any(layer.expert for layer in plan.layers):
         return [
             f"attention {attention} · head {plan.head}",
-            f"experts of a layer: {_experts(whole)} (each: --json)",
+            f"experts of a layer: {_experts(plan)} (each: --json)",
         ]
+    each_tier = ((tier, [x[tier] for x in on]) for tier in on[0] if tier != "ram")
+    neurons = ", ".join(f"{min(n)} to {max(n)} {tier}" for tier, n in each_tier)
     return [
         f"attention {attention} · head {plan.head}",
-        f"neurons of a layer: {gpu[0]} to {gpu[-1]} gpu, {disk[0]} to {disk[-1]} disk"
-        f"{_with_gates(plan)} (each: --json)",
+        f"neurons of a layer: {neurons}{_with_gates(plan)} (each: --json)",
     ]
 
 
-def _experts(layers: Sequence[LayerPlan]) -> str:
+def _neurons(plan: Plan, layer: int) -> dict[str, int]:
+    """Return how many of a layer's neurons each tier has; of several GPUs, each of them."""
+    x = plan.layers[layer]
+    on_gpus = {device: plan.neurons(layer, device) for device in plan.allowed} if plan.further else {}
+    return (on_gpus or {"gpu": x.gpu}) | {"ram": x.ram, "disk": x.disk}
+
+
+def _experts(plan: Plan) -> str:
     """Return how many experts of a layer are where: `30 to 34 gpu, 20 ram, the others disk`."""
-    each = {"gpu": [x.gpu // x.expert for x in layers], "ram": [x.ram // x.expert for x in layers]}
-    said = [
-        f"{min(n)} to {max(n)} {tier}" if min(n) < max(n) else f"{min(n)} {tier}"
-        for tier, n in each.items()
-        if max(n)
-    ]
-    return ", ".join([*said, *(["the others disk"] if any(x.disk for x in layers) else [])])
+    whole = [(x.expert, _neurons(plan, i)) for i, x in enumerate(plan.layers) if x.expert]
+    said = list[str]()
+    for tier in whole[0][1]:
+        n = [on[tier] // expert for expert, on in whole]
+        if max(n) and tier != "disk":
+            said.append(f"{min(n)} to {max(n)} {tier}" if min(n) < max(n) else f"{min(n)} {tier}")
+    return ", ".join([*said, *(["the others disk"] if any(on["disk"] for _, on in whole) else [])])
 
 
 def _with_gates(plan: Plan) -> str:
@@ -295,7 +388,9 @@ def _with_gates(plan: Plan) -> str:
 
 def _speed(plan: Plan) -> str:
     start, half, full = plan.predicted
-    share = f", {plan.share:.0%} of the neurons' work on the GPU" if plan.share else ""
+    share = (
+        f", {plan.share:.0%} of the neurons' work on the GPU{'s' * bool(plan.further)}" if plan.share else ""
+    )
     return (
         f"{start.tokens_per_s:.3g} tok/s, bound by the {start.bound}{share} "
         f"({half.tokens_per_s:.3g} after {half.depth} tokens, {full.tokens_per_s:.3g} after {full.depth})"
@@ -324,6 +419,6 @@ def _more(plan: Plan, more: Plan | None) -> str:
     if more is None:
         return "nothing changes: the budget is not what bounds it"
     was, now = plan.predicted[1].tokens_per_s, more.predicted[1].tokens_per_s
-    vram = f"{size(more.budget.vram_bytes)} of VRAM, " if more.budget.vram_bytes else ""
+    vram = f"{size(sum(more.allowed.values()))} of VRAM, " if more.budget.vram_bytes else ""
     change = f"{now / was - 1:+.0%}" if abs(now / was - 1) >= 0.005 else "no faster"
     return f"{vram}{size(more.budget.ram_bytes)} of RAM: {more.tokens_per_s:.3g} tok/s ({change})"
