@@ -108,6 +108,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "undeploy": ("on", True),
     "plot": ("p.png", "p.png"),
     "predictor_share": ("0.1", 0.1),
+    "PlanOptions.vram": ("24,10.5", (24.0, 10.5)),
     "gpu": ("off", "off"),
     "vram": ("11.5", 11.5),
     "hottest_first": ("1", True),

@@ -301,6 +301,46 @@ def test_many_tokens_of_a_mixture_meet_their_own_experts_on_a_gpu() -> None:
     assert us(8) - us(2) == pytest.approx(more)
 
 
+def times(layer: cost.LayerWork, tiers: Tiers, work: cost.Work, gpu: int) -> list[float]:
+    """(GPU, CPU) of a layer with so many neurons on the GPU, and its attention."""
+    on, off = np.ones(1, np.bool_), np.zeros(1, np.bool_)
+    speeds = cost.Speeds(tiers, "q4_0", work.batch)
+    found = cost.layer_times(layer, speeds, work, on, off, np.array([gpu]), np.zeros(1, np.int64), off)
+    return [float(us[0]) for us in found[:2]]
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_a_mixtures_dense_layer_takes_the_time_of_one_in_a_dense_model(activation: str, batch: int) -> None:
+    """On the GPU it was taken to compute the share of its neurons that tokens choose of experts."""
+    how: dict[str, Any] = {"n_layers": 2, "activation": activation}
+    mixed, sizes = model("qwen3-30b-a3b", dense_layers=(0,), dense_dim=6144, **how)
+    dense, alone = model("qwen3-30b-a3b", n_experts=1, n_experts_active=1, ffn_dim=6144, **how)
+    heat = hotness.assumed(2, 6144, 0.1, 0.26)
+    ask = Ask(512, batch=batch)
+    p, q = Problem(mixed, sizes, heat, HIGH, ask), Problem(dense, alone, heat, HIGH, ask)
+    first, like = next(p.layers(p.work())), next(q.layers(q.work()))
+    for gpu in (0, 6144):
+        assert times(first, HIGH, p.work(), gpu) == pytest.approx(times(like, HIGH, q.work(), gpu))
+
+
+def test_the_cpu_multiplies_by_each_tokens_experts_and_reads_those_needed_once() -> None:
+    spec, sizes = model("qwen3-30b-a3b", n_layers=1)
+
+    def ffn_us(batch: int, gbs: float, gflops: float) -> float:
+        kernel = dataclasses.replace(HIGH.kernel("q4_0"), gbs=gbs, gflops=gflops)
+        tiers = dataclasses.replace(HIGH, cpu=dataclasses.replace(HIGH.cpu, kernels={"q4_0": kernel}))
+        p = Problem(spec, sizes, hotness.assumed(1, 768, 0.1, 0.26), tiers, Ask(512, batch=batch))
+        layer = next(p.layers(p.work()))
+        return cost.ffn_cpu_us(layer, p.speeds(p.work()), p.work(), 0) - cost.CALL_US
+
+    for batch in (2, 8, 32):
+        multiplied = ffn_us(batch, 1e9, 100) / ffn_us(1, 1e9, 100)
+        assert multiplied == pytest.approx(batch)
+        read = ffn_us(batch, 10, 1e9) / ffn_us(1, 10, 1e9)
+        assert read == pytest.approx(spec.routed(batch) / spec.routed(1)) and read < batch
+
+
 def test_predictors_are_taken_at_their_own_word() -> None:
     """What `train` measured on its samples, not the assumption; what is always active is no guess."""
     assert predictor.named_for_active({"predicted_fraction": 0.3, "active_fraction": 0.1}) == pytest.approx(3)

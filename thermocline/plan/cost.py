@@ -68,6 +68,11 @@ class Work:
         """Return how many FFNs of a layer run one after the other."""
         return self.routed * self.experts
 
+    @property
+    def dense(self) -> Work:
+        """Return the step as a layer without experts sees it."""
+        return replace(self, routed=1.0, experts=1, active=1)
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -105,16 +110,19 @@ class Speeds:
     format: str
     batch: int
 
-    def cpu(self, reads: FormatReads, times: F64 | float = 1, share: float = MATRIX_SHARE) -> F64:
+    def cpu(
+        self, reads: FormatReads, times: F64 | float = 1, share: float = MATRIX_SHARE, tokens: float = 0
+    ) -> F64:
         """Return the time of `times` such reads: of each format at its own speed, one after the other.
 
-        A format without figures is read like the model's own: it is a small part of the weights.
+        `tokens`: that these weights are multiplied by, if that is not the whole step. A format without figures
+        is read like the model's own: it is a small part of the weights.
         """
         total: F64 = np.zeros(())
         for k, r in self._by_kernel(reads):
             total = total + np.maximum(
                 np.asarray(times * r.bytes) / (k.gbs * share * 1e3),
-                2.0 * self.batch * (times * r.weights) / (k.gflops * 1e3),
+                2.0 * (tokens or self.batch) * (times * r.weights) / (k.gflops * 1e3),
             )
         return total
 
@@ -194,11 +202,25 @@ class LayerWork:
     shared: bool = False  # it has an FFN of every token, with its attention: neurons go to a GPU with both
     width: int = 0  # neurons of an expert
     parallel: bool = False  # its FFN reads what attention does: others begin before the GPU attends
+    dense: bool = False  # it has no experts, though the model may be a mixture
+
+    def own(self, work: Work) -> Work:
+        """Return the step as this layer sees it."""
+        return work.dense if self.dense else work
+
+    def tokens_each(self, work: Work) -> float:
+        """Return how many tokens the CPU computes an FFN for: a needed expert for those that go to it.
+
+        So a step multiplies by `batch` times `active` experts, and reads those that are needed once.
+        """
+        work = self.own(work)
+        needed = float(self.reads.gates[-1]) / self.width if self.on_gpu == "experts" else work.ffns
+        return work.batch * work.active / needed if work.experts > 1 else work.batch
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
         alike = self.reads is other.reads and (self.on_gpu, self.shared) == (other.on_gpu, other.shared)
-        alike &= self.width == other.width
+        alike &= (self.width, self.dense) == (other.width, other.dense)
         alike &= self.attention_on_gpu == other.attention_on_gpu
         return alike and kv and self.sizes == other.sizes
 
@@ -256,7 +278,7 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
 
     Its reads run beside its own FFN, and those that a predictor named beside its attention.
     """
-    disk = v.tiers.disk
+    disk, work = v.tiers.disk, layer.own(work)
     assert disk is not None
     none, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     cpu = float(layer_times(layer, v, work, no, no, none, none, no)[1][0])
@@ -304,13 +326,13 @@ def layer_times(
 ) -> tuple[F64, F64, F64, F64]:
     """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
     s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
-    n, has_gpu = s.neurons, v.tiers.gpu is not None
+    n, has_gpu, work = s.neurons, v.tiers.gpu is not None, layer.own(work)
     attention = s.attention
     cpu = np.where(a, 0.0, attention_us(layer, v))
     predictor = s.predictor if work.predicts else PartSize()
-    asked = v.cpu(predictor.reads, work.routed)
+    asked = v.cpu(predictor.reads, work.routed, tokens=layer.tokens_each(work))
     cpu += np.where(p | (g == n), 0.0, asked)
-    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g])
+    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], layer.tokens_each(work))
     ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
     if has_gpu:
@@ -324,7 +346,7 @@ def layer_times(
         # Without a predictor all that are there, but no expert that no token goes to.
         computed = gates[g] if layer.on_gpu == "experts" else np.where(p, gates[g], work.routed * g)
         met = tokens_met(layer.on_gpu, work)
-        there = _ffn_us(layer, v, computed, bundles[g], on_gpu=met) + of_ffn * launch_us
+        there = _ffn_us(layer, v, computed, bundles[g], met, on_gpu=True) + of_ffn * launch_us
         ffn_gpu = np.where(g > 0, there, 0.0)
         if layer.parallel:
             ffn_gpu += attends
@@ -347,14 +369,12 @@ def layer_times(
 
 def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -> tuple[F64, F64]:
     """`stored_times` of steps whose bundles, and those from disk, were counted: (time, of it waiting)."""
-    s, disk = layer.sizes, v.tiers.disk
+    s, disk, work = layer.sizes, v.tiers.disk, layer.own(work)
     assert disk is not None
-    predictor = s.predictor if work.predicts else PartSize()
-    asked = v.cpu(predictor.reads, work.routed)
+    predictor, met = s.predictor if work.predicts else PartSize(), layer.tokens_each(work)
+    asked = v.cpu(predictor.reads, work.routed, tokens=met)
     attention = attention_us(layer, v)
-    gates = float(layer.reads.gates[-1])
-    ffn = v.cpu(s.gate.reads, gates, layer.reads.gate_share) + CALL_US
-    ffn = ffn + v.cpu(s.bundle.reads, needed, layer.reads.bundle_share)
+    ffn = _ffn_us(layer, v, layer.reads.gates[-1:], needed, met) + CALL_US
     waits = np.minimum(work.ffns, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
     work_us = missed * (MISS_US / v.tiers.cpu.threads)
     beside = ffn + work_us + _early_us(attention, work)
@@ -374,20 +394,24 @@ def _reading_us(disk: DiskTier, reads: F64 | float, nbytes: F64 | float) -> F64:
     return us
 
 
-def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: float = 0) -> F64:
-    """Return the time of so many rows of each kind: the CPU's, or a GPU's, where `on_gpu` tokens meet one."""
+def _ffn_us(
+    layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, met: float, *, on_gpu: bool = False
+) -> F64:
+    """Return the time of so many rows of each kind: the CPU's, or a GPU's. `met`: tokens that meet one."""
     gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
-    total = np.zeros(len(gate_rows))
+    total: F64 = np.zeros(())
     for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):
-        there = v.gpu(rows * each.read_bytes, rows * each.weights, on_gpu) if on_gpu else 0.0
-        total = total + (there if on_gpu else v.cpu(each.reads, rows, share))
+        if on_gpu:
+            total = total + v.gpu(rows * each.read_bytes, rows * each.weights, met)
+        else:
+            total = total + v.cpu(each.reads, rows, share, met)
     return total
 
 
-def ffn_cpu_us(layer: LayerWork, v: Speeds, gpu: int) -> float:
+def ffn_cpu_us(layer: LayerWork, v: Speeds, work: Work, gpu: int) -> float:
     """Return the CPU's time for the neurons of an FFN of which the first `gpu` are on a GPU."""
     gates, bundles = (x[-1] - x[gpu] for x in (layer.reads.gates, layer.reads.bundles))
-    each = _ffn_us(layer, v, np.array([gates]), np.array([bundles]))
+    each = _ffn_us(layer, v, np.array([gates]), np.array([bundles]), layer.tokens_each(work))
     return float(each[0]) + CALL_US * (gpu < layer.sizes.neurons)
 
 

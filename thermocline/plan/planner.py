@@ -388,8 +388,9 @@ def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
             yield 0
             continue
         asking = s.predictor.read_bytes / s.neurons / s.gate.read_bytes
-        gates = np.diff(p.reads(p.hotness.key(i), i, work).gates)
-        yield int(np.count_nonzero(gates / work.routed + asking >= 1.0))
+        own = work if p.spec.ffn(i).experts > 1 else work.dense
+        gates = np.diff(p.reads(p.hotness.key(i), i, own).gates)
+        yield int(np.count_nonzero(gates / own.routed + asking >= 1.0))
 
 
 def gpu_share(p: Problem, layers: Sequence[LayerPlan]) -> float:

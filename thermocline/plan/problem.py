@@ -6,7 +6,7 @@ The memory arithmetic is `memory.py`'s and `kv_cache.py`'s.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,7 +70,7 @@ class Problem:
     gpus: int = 1  # that a session uses, if any
     staging: int | None = None  # RAM for reads in flight and what they pass through; None: `STAGING_BYTES`
     routing: OwnRouting | None = field(default=None, compare=False)  # a mixture's, by its profile
-    known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
+    known: dict[tuple[int, int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
 
     def kv_layer_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
@@ -150,7 +150,7 @@ class Problem:
         return Speeds(self.tiers, self.sizes.format, work.batch)
 
     def reads(self, key: int, layer: int, work: Work) -> Reads:
-        known = self.known.get(at := (key, work.batch))
+        known = self.known.get(at := (key, work.batch, work.experts))
         if known is None:
             hot = in_turn(self.hotness.at(layer, work.batch), work.experts)
             known = self.known[at] = Reads.of(hot, work, skips=True, excess=self.excess)
@@ -165,7 +165,7 @@ class Problem:
     def _reads_of_experts(self, layer: int, work: Work) -> Reads:
         """Return the reads of whole experts in that order, by the profile's own trace."""
         assert self.routing is not None
-        known = self.known.get(at := (layer, work.batch))
+        known = self.known.get(at := (layer, work.batch, work.experts))
         if known is None:
             each = self.routing.needed(layer, work.batch)[self.ranked(layer)]
             rows = np.concatenate([[0.0], np.cumsum(np.repeat(each, self.spec.ffn(layer).width))])
@@ -174,13 +174,14 @@ class Problem:
 
     def layers(self, work: Work) -> Iterator[LayerWork]:
         dense = {
-            n: Reads.of(np.ones(n), work if experts > 1 else replace(work, routed=1.0), skips=False)
+            n: Reads.of(np.ones(n), work if experts > 1 else work.dense, skips=False)
             for n, experts in {(x.neurons, self.spec.ffn(i).experts) for i, x in enumerate(self.sizes.layers)}
         }
         for i, sizes in enumerate(self.sizes.layers):
             where, shared = divides(self.spec, i), self.spec.shared_dim > 0
-            skips = self.spec.sparse and sizes.neurons > 0
-            reads = self.reads(self.hotness.key(i), i, work) if skips else dense[sizes.neurons]
+            skips, experts = self.spec.sparse and sizes.neurons > 0, self.spec.ffn(i).experts
+            own = work if experts > 1 else work.dense
+            reads = self.reads(self.hotness.key(i), i, own) if skips else dense[sizes.neurons]
             reads = reads if where != "experts" or self.routing is None else self._reads_of_experts(i, work)
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
@@ -188,7 +189,8 @@ class Problem:
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
             width = self.spec.ffn(i).width
             dim, parallel = self.spec.dim, self.spec.parallel
-            yield LayerWork(sizes, reads, kept, kv_read, dim, where, None, shared, width, parallel)
+            how = (where, None, shared, width, parallel, experts <= 1)
+            yield LayerWork(sizes, reads, kept, kv_read, dim, *how)
 
 
 def takes_experts(spec: ModelSpec) -> bool:

@@ -111,7 +111,7 @@ def _prediction_beside(p: Problem, s: ExpertSplit, made: Plan, work: Work) -> Pr
     v, us = p.speeds(work), times_us(p, in_memory, made.head, work, gpu=True)
     for i, (layer, x) in enumerate(zip(p.layers(work), made.layers, strict=True)):
         if i in s.slots:
-            us[2] += wait_us(p, s, i, work, float(cost.ffn_cpu_us(layer, v, x.gpu)))
+            us[2] += wait_us(p, s, i, work, float(cost.ffn_cpu_us(layer, v, work, x.gpu)))
     return Prediction.of(work, us)
 
 
