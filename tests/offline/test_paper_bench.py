@@ -42,3 +42,23 @@ def test_a_model_of_the_paper_is_planned_beside_its_figure(ablation: ModuleType)
     found = importlib.import_module("paper_plans").row("OPT-30B", "f16", "PC-High")
     assert found["paper_ts"] == 12.0 and found["bound"] == "GPU"
     assert found["as_powerinfer_ts"] == pytest.approx(12.0, rel=0.1)
+
+
+def test_forecasts_say_what_they_assume(ablation: ModuleType) -> None:
+    """A 7B that is all in VRAM takes its bytes over the assumed share of the roof, and its launches."""
+    forecasts = importlib.import_module("forecasts")
+    case, tiers = forecasts.CASES[1], forecasts.MACHINES["RTX 4090"]
+    found = forecasts.decode(case, tiers)
+    subject = case.subject()
+    assert case.format == "q4_0" and found["gpu_share"] == 1.0
+    nbytes = subject.sizes.weights_bytes - subject.sizes.embed.bytes
+    for (share, launch_us), speed in zip(forecasts.ASSUMED, found["tokens_per_s"], strict=True):
+        us = (
+            nbytes / (share * tiers.gpu.read_gbs * 1e3)
+            + subject.spec.n_layers * found["launches"] * launch_us
+        )
+        assert 0.8 < speed * us / 1e6 < 1, "beside that keys, values and the engine's own"
+    slow, fast = forecasts.prompt(tiers)["tokens_per_s"]
+    assert 0 < 2 * slow <= fast
+    lines = forecasts.table([{"case": case.name, "machine": "RTX 4090", **found}]).splitlines()
+    assert lines[0].startswith("FORECASTS") and "0.8 and 3 us" in lines[0] and len(lines) == 3
