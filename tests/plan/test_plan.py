@@ -220,7 +220,8 @@ def test_a_gpu_attends_beside_the_cpus_neurons_where_both_halves_read_the_same(a
         cost.layer_columns(x, p.speeds(work), work, clusters=8, gpu=True, disk=False)
         for x in (dataclasses.replace(layer, parallel=False), layer)
     )
-    hidden, on_gpu = in_turn.us - beside.us, in_turn.attention
+    hidden = (in_turn.us - in_turn.sync_us) - (beside.us - beside.sync_us)
+    on_gpu = in_turn.attention
     everything = in_turn.gpu == spec.ffn_dim
     (attends,) = in_turn.gpu_us[on_gpu & everything] - in_turn.gpu_us[~on_gpu & everything]
     assert not hidden[~on_gpu].any() and not hidden[everything].any()
@@ -322,6 +323,24 @@ def test_a_mixtures_dense_layer_takes_the_time_of_one_in_a_dense_model(activatio
     first, like = next(p.layers(p.work())), next(q.layers(q.work()))
     for gpu in (0, 6144):
         assert times(first, HIGH, p.work(), gpu) == pytest.approx(times(like, HIGH, q.work(), gpu))
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_neurons_on_a_gpu_are_sent_what_a_cpus_attention_read(attention: bool) -> None:
+    """Where both halves read the same: the stream that attention changed goes there, too."""
+
+    def sync_us(parallel: bool) -> float:
+        spec, sizes = model("falcon-40b", n_layers=1, activation="relu", parallel=parallel)
+        p = Problem(spec, sizes, hotness.assumed(1, spec.ffn_dim, 0.1, 0.26), HIGH, Ask(512, batch=4))
+        layer, off = next(p.layers(p.work())), np.zeros(1, np.bool_)
+        some, none = np.array([1024]), np.zeros(1, np.int64)
+        there = np.array([attention])
+        found = cost.layer_times(layer, p.speeds(p.work()), p.work(), there, off, some, none, off)
+        return float(found[3][0])
+
+    assert HIGH.gpu is not None
+    more = 0.0 if attention else 4 * 8192 * 4 / (HIGH.gpu.link_gbs * 1e3)
+    assert sync_us(True) - sync_us(False) == pytest.approx(more)
 
 
 def test_the_cpu_multiplies_by_each_tokens_experts_and_reads_those_needed_once() -> None:

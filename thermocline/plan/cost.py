@@ -115,8 +115,8 @@ class Speeds:
     ) -> F64:
         """Return the time of `times` such reads: of each format at its own speed, one after the other.
 
-        `tokens`: that these weights are multiplied by, if that is not the whole step. A format without figures
-        is read like the model's own: it is a small part of the weights.
+        `tokens`: that these weights are multiplied by, if that is not the whole step. A format without
+        figures is read like the model's own: it is a small part of the weights.
         """
         total: F64 = np.zeros(())
         for k, r in self._by_kernel(reads):
@@ -148,7 +148,12 @@ class Speeds:
     def sync(self, dim: int) -> float:
         """The residual stream to the other processor and the result back."""
         g = self.tiers.gpu
-        return 0.0 if g is None else g.sync_us + 2 * 4 * dim * self.batch / (g.link_gbs * 1e3)
+        return 0.0 if g is None else g.sync_us + 2 * self.sent(dim)
+
+    def sent(self, dim: int) -> float:
+        """The residual stream to the other processor."""
+        g = self.tiers.gpu
+        return 0.0 if g is None else 4 * dim * self.batch / (g.link_gbs * 1e3)
 
 
 @dataclass(frozen=True)
@@ -354,6 +359,8 @@ def layer_times(
             gpu += attends
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n)
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
+        if layer.parallel:  # then the stream goes there, and what attention had read
+            sync += np.where(~a & (g > 0), v.sent(layer.dim), 0.0)
     if layer.on_gpu == "experts":
         disk = experts_us(s, v, bundles[n] - bundles[n - d])
     else:

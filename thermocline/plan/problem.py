@@ -174,14 +174,14 @@ class Problem:
 
     def layers(self, work: Work) -> Iterator[LayerWork]:
         dense = {
-            n: Reads.of(np.ones(n), work if experts > 1 else work.dense, skips=False)
+            (n, experts): Reads.of(np.ones(n), work if experts > 1 else work.dense, skips=False)
             for n, experts in {(x.neurons, self.spec.ffn(i).experts) for i, x in enumerate(self.sizes.layers)}
         }
         for i, sizes in enumerate(self.sizes.layers):
             where, shared = divides(self.spec, i), self.spec.shared_dim > 0
             skips, experts = self.spec.sparse and sizes.neurons > 0, self.spec.ffn(i).experts
             own = work if experts > 1 else work.dense
-            reads = self.reads(self.hotness.key(i), i, own) if skips else dense[sizes.neurons]
+            reads = self.reads(self.hotness.key(i), i, own) if skips else dense[sizes.neurons, experts]
             reads = reads if where != "experts" or self.routing is None else self._reads_of_experts(i, work)
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
