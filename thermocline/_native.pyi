@@ -659,6 +659,9 @@ class HostTask:
     def zero(self, out: F32) -> None:
         """The rows of the step's tokens become 0."""
 
+    def copy(self, out: F32, x: F32) -> None:
+        """The rows of the step's tokens."""
+
     def attention(self, x: F32, h: F32, layer: Attention, slot: StepSlot, kv: KVPages) -> None:
         """`slot`: that of the attention's window."""
 

@@ -45,6 +45,14 @@ static void zero(HostTask& t, MutF2 out) {
     });
 }
 
+static void copy(HostTask& t, MutF2 out, F2 x) {
+    check_rows(out, x, x.shape(1));
+    t.task.add([&t, out, x](Context&) {
+        memcpy(out.data(), x.data(), t.tokens(x.shape(0)) * x.shape(1) * sizeof(float));
+        return tc::FFNCounts{};
+    });
+}
+
 // `slot`: the step of this attention's window.
 static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const StepSlot& slot,
                       const KVPages& kv) {
@@ -179,6 +187,7 @@ void bind_host(nb::module_& m) {
     nb::class_<HostTask>(m, "HostTask")
         .def(nb::init<nb::object, nb::object>(), "context"_a, "slot"_a)
         .def("zero", &zero, "out"_a.noconvert(), "The rows of the step's tokens become 0.")
+        .def("copy", &copy, "out"_a.noconvert(), "x"_a.noconvert(), "The rows of the step's tokens.")
         .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a, "kv"_a,
              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
         .def("mixer", &mixer, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "states"_a.noconvert(),

@@ -132,7 +132,15 @@ def divided(spec: ModelSpec, stand_in: StandIn, one_norm: bool = False) -> tuple
     return placed(weights_of(spec, one_norm), places), gpu_ops(stand_in, spec), places
 
 
-def queued(spec: ModelSpec, made: tuple[Weights, GpuOps, Placement], patch: pytest.MonkeyPatch) -> list[str]:
+PARTS = ("norm", "call", "attention", "gate_up", "join")
+
+
+def queued(
+    spec: ModelSpec,
+    made: tuple[Weights, GpuOps, Placement],
+    patch: pytest.MonkeyPatch,
+    names: tuple[str, ...] = PARTS,
+) -> list[str]:
     """Return what a step of one token queues, in order."""
     w, ops, places = made
     found, real = list[str](), {name: getattr(StandIn, name) for name in ("run", "copy", "call", "join")}
@@ -151,7 +159,7 @@ def queued(spec: ModelSpec, made: tuple[Weights, GpuOps, Placement], patch: pyte
         for name in real:
             own.setattr(StandIn, name, noting(name))
         forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats())
-    return [name for name in found if name in ("norm", "call", "attention", "gate_up", "join")]
+    return [name for name in found if name in names]
 
 
 @pytest.mark.parametrize("one_norm", [False, True])
@@ -170,6 +178,25 @@ def test_the_cpus_task_is_queued_behind_attention_elsewhere(
     spec = replace(BOTH, parallel=False)
     each = ["norm", "attention", "norm", "call", "gate_up", "join"]
     assert queued(spec, divided(spec, stand_in), monkeypatch) == spec.n_layers * each + ["norm"]
+
+
+@pytest.mark.parametrize("neurons", [0, 96])
+def test_a_stream_that_the_cpu_has_stays_there(
+    neurons: int, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of the CPU's alone are one task, and their stream crosses once: to the layer that is the GPU's.
+
+    Where the GPU has a part of the FFN, its part ends there, and the next layer's attention brings it back.
+    """
+    spec = replace(BOTH, n_layers=3)
+    each = [placements.layer(spec, False, False, neurons)] * 2 + [placements.layer(spec, True, False, ALL)]
+    places = Placement(tuple(each), "gpu:0")
+    made = placed(weights_of(spec, False), places), gpu_ops(stand_in, spec), places
+    found = queued(spec, made, monkeypatch, ("call", "copy"))
+    begins, ends = ["copy"] * 6, ["copy"] * 2  # where tokens are and go; counts and logits
+    beside = ["copy", "call", "copy"]  # to the CPU, its neurons, their sum
+    first, second = ["call", "copy", "copy", *beside], ["copy", "call", "copy", *beside]
+    assert found == begins + ([*first, *second] if neurons else ["call", "copy"]) + ends
 
 
 @pytest.mark.parametrize("neurons", [0, 96])

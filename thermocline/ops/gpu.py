@@ -525,10 +525,17 @@ class GpuOps:
         shares: F32 | None = None,
         apart: bool = False,
     ) -> Hidden:
-        """Return what a layer's halves read. Where attention is here, others begin their parts of the FFN."""
+        """Return what a layer's halves read. Where attention is here, others begin their parts of the FFN.
+
+        A stream that the CPU has stays there, since its own layers follow each other.
+        """
         if not apart:
             return x
         early = b if isinstance(b, DeviceFFN) and b.early else None
+        if early is None and not x.on_device:
+            h = Hidden(self, x.tokens, on_device=False)
+            self._host().copy(h.array, x.array)
+            return h
         if early is not None:
             self._see(x)
         self._to_device(x)
