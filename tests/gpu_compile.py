@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from thermocline.model import quant
 from thermocline.model.spec import Latent, Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
-from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes
+from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes, quantised_words
 from thermocline.ops.interface import BANNED, CANDIDATES, Heads
 from thermocline.ops.kernels import triton_kernels as ops
 
@@ -70,8 +70,25 @@ def of_rows(format: str, t: int) -> None:
     if t <= FEW:
         dense = None, None, None, scratch(t)
         ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense)
+        of_heads(format, t)
     ops.down(x, back, h, True, scratch(t))
     of_experts(format, t)
+
+
+def of_heads(format: str, t: int) -> None:
+    """Llama's and Qwen2's products that turn and store what they make."""
+    heads = Heads(HEADS, KV, HEAD, None, 0.1, None, None, None, 1e-5)
+    qkv, turn = empty(t, heads.width), empty(t, HEAD // 2)
+    parts = [(rows(format, heads.width, DIM), bias) for bias in (None, empty(heads.width))]
+    k, v, paged = pages(t)
+    for part in parts:
+        ops.project_heads(qkv, [part], empty(t, DIM), heads, turn, turn, *paged, k, v, scratch(t))
+
+
+def pages(t: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Keys, values, and of tokens their positions, sequences and table."""
+    k, v = (empty(64, KV, *shape, type=torch.float16) for shape in ((HEAD, 32), (32, HEAD)))
+    return k, v, [empty(*shape, type=torch.int32) for shape in ((t,), (t,), (4, PAGES))]
 
 
 def of_experts(format: str, t: int) -> None:
@@ -117,12 +134,13 @@ def of_tokens(t: int) -> None:
     q_norm: Any = empty(HEAD)
     k_norm: Any = empty(HEAD)
     heads: Any = Heads(HEADS, KV, HEAD, None, 0.1, 50.0, q_norm, k_norm, 1e-5)
-    paged = [empty(*shape, type=torch.int32) for shape in ((t,), (t,), (4, PAGES))]
     qkv, turn = empty(t, (HEADS + 2 * KV) * HEAD), empty(t, HEAD // 2)
-    k, v = (empty(64, KV, *shape, type=torch.float16) for shape in ((HEAD, 32), (32, HEAD)))
+    k, v, paged = pages(t)
+    ints = empty(quantised_words(t, DIM), type=torch.int32) if t <= FEW else None
     ops.norm(x, x, weight, weight, 1e-5, True)
+    ops.norm(x, x, weight, None, 1e-5, False, ints)
     ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
-    ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
+    ops.attention(x, qkv, heads, *paged, k, v, scratch(t), ints)
     of_latents(t, paged)
     for other, turned in other_heads():
         qkv, turn = empty(t, other.width), empty(t, turned // 2) if turned else None

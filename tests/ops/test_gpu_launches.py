@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import FFN, Batch, FFNPart, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.plan.cost import Work, launches
-from thermocline.plan.problem import divides
+from thermocline.plan.problem import divides, stores_apart
 
 pytestmark = pytest.mark.oracle
 DIM, FFN_DIM, HEADS, KV_HEADS, HEAD = 256, 512, 4, 2, 64
@@ -61,10 +62,12 @@ def rows(format: str, n: int, columns: int) -> DeviceRows:
     return DeviceRows(torch.zeros((n, quant.row_bytes(format, columns)), dtype=torch.uint8), format, columns)
 
 
-def llama(format: str, layers: int, activation: str = "silu", experts: int = 1) -> tuple[ModelSpec, Weights]:
-    """Return one whose layers are on a device: RMS norms, no biases."""
+def llama(
+    format: str, layers: int, activation: str = "silu", experts: int = 1, normed: bool = False
+) -> tuple[ModelSpec, Weights]:
+    """Return one whose layers are on a device: RMS norms, no biases. `normed`: heads, too."""
     spec = ModelSpec("llama", DIM, FFN_DIM, layers, HEADS, KV_HEADS, HEAD, 64, 256, "rms", 1e-5, activation)
-    spec = replace(spec, n_experts=experts, n_experts_active=1)
+    spec = replace(spec, n_experts=experts, n_experts_active=1, qk_norm=normed)
     norm = Norm(np.ones(DIM, np.float32), None)
     of_down = (FFN_DIM, DIM) if spec.sparse else (DIM, FFN_DIM)
     gates, ups, downs = (rows(format, experts * n, m) for n, m in ((FFN_DIM, DIM), (FFN_DIM, DIM), of_down))
@@ -77,6 +80,8 @@ def llama(format: str, layers: int, activation: str = "silu", experts: int = 1) 
         ffn_norm=norm,
         experts=tuple(FFN((part,), None, spec.sparse) for part in parts),
     )
+    if normed:
+        layer = replace(layer, q_norm=np.ones(HEAD, np.float32), k_norm=np.ones(HEAD, np.float32))
     if experts > 1:
         router = Linear(np.zeros((experts, DIM), np.float32), None)
         layer = replace(layer, router=router, router_copies={"gpu:0": rows(format, experts, DIM)})
@@ -93,9 +98,10 @@ def of_step(
     layers: int,
     activation: str = "silu",
     experts: int = 1,
+    normed: bool = False,
 ) -> list[str]:
     """Return the launches of a step, in order."""
-    spec, weights = llama(format, layers, activation, experts)
+    spec, weights = llama(format, layers, activation, experts, normed)
     limits = StepLimits(max(tokens, 4), 4, spec.max_context, BLOCK)
     ops = GpuOps((device,), kernels, CpuOps(1), spec, limits)
     kv = KVCache(spec, 2, storage=lambda layer, shape: pages_on(device, shape))
@@ -109,10 +115,10 @@ def of_step(
 @pytest.mark.parametrize(
     "format, tokens, wanted",
     [
-        ("f16", 1, ["norm", "matmul_few", "rope_store", "attend", "join_spans", "matmul_few", "norm",
+        ("f16", 1, ["norm", "heads_few", "attend", "join_spans", "matmul_few", "norm",
                     "gate_up_few", "matmul_few"]),
-        ("q4_0", 1, ["norm", "quantise", "matmul_few", "rope_store", "attend", "join_spans", "quantise",
-                     "matmul_few", "norm", "quantise", "gate_up_few", "quantise", "matmul_few"]),
+        ("q4_0", 1, ["norm", "heads_few", "attend", "join_spans", "matmul_few", "norm",
+                     "gate_up_few", "quantise", "matmul_few"]),
         ("f16", 17, ["norm", "matmul_many", "rope_store", "attend_many", "join_spans", "matmul_many", "norm",
                      "matmul_many", "matmul_many", "activate", "matmul_many"]),
     ],
@@ -129,11 +135,13 @@ def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], 
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched) -> None:
     """Of dense and sparse FFNs, and of mixtures of both: as many whatever the number of experts."""
-    for activation, experts in (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3), ("silu", 8)):
-        one, two = (of_step(*launched, format, tokens, n, activation, experts) for n in (1, 2))
+    kinds = (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3), ("silu", 8))
+    for (activation, experts), normed in itertools.product(kinds, (False, True)):
+        one, two = (of_step(*launched, format, tokens, n, activation, experts, normed) for n in (1, 2))
         begin, ffn = (i for i, name in enumerate(one) if name == "norm" and i < len(two) - len(one) + 1)
-        spec, _ = llama(format, 1, activation, experts)
-        counted = launches(divides(spec, 0), False, format, Work("exact", tokens, experts=experts))
+        spec, _ = llama(format, 1, activation, experts, normed)
+        work, apart = Work("exact", tokens, experts=experts), stores_apart(spec, 0)
+        counted = launches(divides(spec, 0), False, format, work, apart)
         assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)
 
 

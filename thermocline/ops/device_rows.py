@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from thermocline.model.formats import FORMATS
 from thermocline.model.quant import row_bytes
 from thermocline.model.spec import Recurrent, Router
 from thermocline.model.tensors import RowPart
@@ -52,6 +53,11 @@ class DeviceRows:
         return self.rows, self.columns
 
     @property
+    def takes_ints(self) -> bool:
+        """Return whether few tokens meet it in int8: it is in blocks."""
+        return self.format != SIGNS and FORMATS[self.format].block > 1
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the weights, without what lies between rows."""
         return self.rows * self.row_bytes
@@ -74,6 +80,17 @@ def joined(parts: Sequence[DeviceRows]) -> DeviceRows:
     )
     shape = len(parts) * first.rows, first.data.shape[1]
     return replace(first, data=first.data.as_strided(shape, first.data.stride()))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Vectors that matrices read."""
+
+    x: torch.Tensor  # [tokens, columns]
+    ints: Vector = None  # the same in int8 (`Scratch.quantised`), if what made x wrote that, too
+
+    def __len__(self) -> int:
+        return len(self.x)
 
 
 class Scratch:
@@ -127,7 +144,15 @@ class Kernels(Protocol):
     def embed(self, out: torch.Tensor, table: DeviceRows, ids: torch.Tensor, scale: float, /) -> None: ...
 
     def norm(
-        self, out: torch.Tensor, x: torch.Tensor, weight: Vector, bias: Vector, eps: float, layer: bool, /
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: Vector,
+        bias: Vector,
+        eps: float,
+        layer: bool,
+        ints: Vector = None,
+        /,
     ) -> None: ...
 
     def choose(
@@ -155,7 +180,15 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def matmul(
-        self, out: torch.Tensor, w: DeviceRows, x: torch.Tensor, bias: Vector, add: bool, scratch: Scratch, /
+        self,
+        out: torch.Tensor,
+        w: DeviceRows,
+        x: torch.Tensor,
+        bias: Vector,
+        add: bool,
+        scratch: Scratch,
+        ints: Vector = None,
+        /,
     ) -> None: ...
 
     def rope_store(
@@ -172,6 +205,24 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
+    def project_heads(
+        self,
+        qkv: torch.Tensor,
+        parts: Sequence[tuple[DeviceRows, Vector]],
+        x: torch.Tensor,
+        heads: Heads,
+        cos: Vector,
+        sin: Vector,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        table: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scratch: Scratch,
+        ints: Vector = None,
+        /,
+    ) -> None: ...
+
     def attention(
         self,
         out: torch.Tensor,
@@ -183,6 +234,7 @@ class Kernels(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         scratch: Scratch,
+        ints: Vector = None,
         /,
     ) -> None: ...
 
@@ -286,6 +338,7 @@ class Kernels(Protocol):
         up_bias: Vector = None,
         alpha: float = 1.0,
         scales_input: bool = False,
+        ints: Vector = None,
         /,
     ) -> None: ...
 
@@ -358,5 +411,6 @@ class Kernels(Protocol):
         relu: bool,
         x: torch.Tensor,
         scratch: Scratch,
+        ints: Vector = None,
         /,
     ) -> None: ...

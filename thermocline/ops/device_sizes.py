@@ -140,6 +140,7 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made = {f"stream {i}": stream for i in range(STREAMS)}
     made |= {name: stream for name in ("normed", "sum", "cold")}
     made |= {name: Buffer((s.tokens, n), here=0) for name, n in _attention(spec).items()}
+    made |= _ints(spec, min(s.tokens, FEW))
     always = s.tokens * max(spec.shared_dim, spec.dense_dim)
     made["gate"] = Buffer((max(_activations(spec, s), always),), here=0)
     if not spec.sparse or spec.shared_dim:
@@ -186,6 +187,18 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
         made |= {f"piece {i}": Buffer((size,), "u8", here=0) for i in range(2)}
     made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=0)
     return made
+
+
+def _ints(spec: ModelSpec, tokens: int) -> dict[str, Buffer]:
+    """Return what few tokens' vectors are in int8, too, for all matrices that read them."""
+    columns = {"normed": spec.dim}
+    if spec.parallel:
+        columns["begun"] = spec.dim
+    if spec.latent is None and spec.attentions:
+        columns["attended"] = max(x.context for x in spec.attentions)
+    return {
+        f"{name} ints": Buffer((quantised_words(tokens, n),), "i32", here=0) for name, n in columns.items()
+    }
 
 
 def _choices(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:

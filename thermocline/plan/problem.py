@@ -188,12 +188,23 @@ class Problem:
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
             width = self.spec.ffn(i).width
             dim, parallel = self.spec.dim, self.spec.parallel
-            yield LayerWork(sizes, reads, kept, kv_read, dim, where, None, shared, width, parallel)
+            apart = stores_apart(self.spec, i)
+            yield LayerWork(sizes, reads, kept, kv_read, dim, where, None, shared, width, parallel, apart)
 
 
 def takes_experts(spec: ModelSpec) -> bool:
     """Return whether a GPU can have whole experts of a model."""
     return any(divides(spec, i) == "experts" for i in range(spec.n_layers))
+
+
+def stores_apart(spec: ModelSpec, layer: int) -> bool:
+    """Return whether heads are made of more than pairs of numbers: so norms are, and heads turned in part."""
+    shape = spec.attention(layer)
+    if shape is None or shape.latent is not None:
+        return False
+    turns = spec.turns(layer)
+    in_part = turns and spec.rotary_dim not in (None, shape.head_dim)
+    return spec.qk_norms(layer) or spec.v_norm or in_part or (not turns and spec.attention_tuning != 0)
 
 
 def divides(spec: ModelSpec, layer: int) -> str:

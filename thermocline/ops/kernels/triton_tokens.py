@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.kernels.triton_bytes import put_ints
 from thermocline.ops.kernels.triton_target import follow, precision
 
 
@@ -55,10 +56,10 @@ def up_factor(u, bound, KIND: tl.constexpr, UP_RELU: tl.constexpr):
 
 @triton.jit
 def norm(
-    out, x, weight, bias, dim, out_pitch, pitch, eps, scale,
+    out, ints, x, weight, bias, dim, out_pitch, pitch, eps, scale,
     LAYER: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A program a token: out = scale * norm(x), or that added. out may be x."""
+    """A program a token: out = scale * norm(x), or that added. out may be x. ints: out, quantised."""
     follow()
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
@@ -73,6 +74,16 @@ def norm(
     if ADD:
         y = tl.load(out + b * out_pitch + i, mask=ok, other=0) + scale * y
     tl.store(out + b * out_pitch + i, y, mask=ok)
+    if ints is not None:
+        put_row(ints, y, tl.program_id(0), dim // 32, tl.num_programs(0))
+
+
+@triton.jit
+def put_row(ints, y, row, blocks, rows):
+    """Write y [D], the blocks of one of so many rows, quantised: D may be more, but not less than 32."""
+    N: tl.constexpr = y.shape[0] // 32
+    b = tl.arange(0, N)
+    put_ints(ints, tl.reshape(y, (N, 32)), row * blocks + b, b < blocks, rows * blocks)
 
 
 @triton.jit
@@ -293,6 +304,28 @@ def head_normed(x, y, z, i, j, turn, weight, eps, DIM: tl.constexpr, HALF: tl.co
 
 
 @triton.jit
+def turned(x, y, c, s):
+    """Turn x with y. Which products are fused is said, so that it is the same in every kernel."""
+    return tl.fma(x, c, -(y * s)), tl.fma(y, c, x * s)
+
+
+@triton.jit
+def place_of(
+    head, token, tokens, positions, sequence, table, k, v, n, n_kv, width,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the place of a key's or a value's first element, and the step to the next: of a token's `head`,
+    which comes behind n queries.
+    """
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    row = table + tl.load(sequence + token, mask=token < tokens, other=0) * width
+    page = tl.load(row + position // BLOCK, mask=token < tokens, other=0).to(tl.int64)
+    is_k = head < n + n_kv
+    first = (page * n_kv + (head - n) % n_kv) * DIM * BLOCK
+    return (k if is_k else v) + first + (position % BLOCK) * tl.where(is_k, 1, DIM), tl.where(is_k, BLOCK, 1)
+
+
+@triton.jit
 def first_seen(own, window, CHUNKED: tl.constexpr):
     """Return the first position that one at `own` attends to, or less than 0."""
     return own // window * window if CHUNKED else own + 1 - window
@@ -331,7 +364,7 @@ def rope_store(
         if head < n + n_kv:
             c = tl.load(cos + b * HALF + i, mask=turn, other=0)
             s = tl.load(sin + b * HALF + i, mask=turn, other=0)
-            x, y = x * c - y * s, y * c + x * s
+            x, y = turned(x, y, c, s)
     if LAST:
         if head < n + n_kv:
             x, y, z = head_normed(x, y, z, i, j, turn, weight, eps, DIM, HALF, OWN)
@@ -343,12 +376,8 @@ def rope_store(
     tl.store(at + HALF + i, y, mask=turn)
     tl.store(at + j, z, mask=j < DIM)
     if head >= n:
-        position = tl.load(positions + b)
-        page = tl.load(table + tl.load(sequence + b) * width + position // BLOCK).to(tl.int64)
-        is_k = head < n + n_kv
-        first = (page * n_kv + (head - n) % n_kv) * DIM * BLOCK
-        to = (k if is_k else v) + first + (position % BLOCK) * tl.where(is_k, 1, DIM)
-        step = tl.where(is_k, BLOCK, 1)
+        tokens = tl.num_programs(0)
+        to, step = place_of(head, b, tokens, positions, sequence, table, k, v, n, n_kv, width, DIM, BLOCK)
         tl.store(to + i * step, x.to(tl.float16), mask=turn)
         tl.store(to + (HALF + i) * step, y.to(tl.float16), mask=turn)
         tl.store(to + j * step, z.to(tl.float16), mask=j < DIM)
@@ -427,11 +456,11 @@ def attend(
 
 @triton.jit
 def join_spans(
-    out, parts, sinks, positions, heads, span, spans, window,
+    out, ints, parts, sinks, positions, heads, span, spans, window,
     DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
-    and the head's sink: a score without a value.
+    and the head's sink: a score without a value. ints: out, quantised.
     """
     follow()
     b, head = tl.program_id(0), tl.program_id(1)
@@ -460,4 +489,7 @@ def join_spans(
         fade = tl.exp(top - higher)
         total = total * fade + tl.exp(sink - higher)
         acc = acc * fade
-    tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, acc / total, mask=d < DIM)
+    y = acc / total
+    tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, y, mask=d < DIM)
+    if ints is not None:
+        put_row(ints, y, b * heads + head, DIM // 32, tl.num_programs(0) * heads)
