@@ -69,7 +69,8 @@ def of_rows(format: str, t: int) -> None:
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, True, None, empty(t, 8), counts, scratch(t))
     if t <= FEW:
         dense = None, None, None, scratch(t)
-        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense)
+        h_ints = empty(quantised_words(t, NEURONS), type=torch.int32) if gate.takes_ints else None
+        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense, None, 1.0, False, None, h_ints)
         of_heads(format, t)
     ops.down(x, back, h, True, scratch(t))
     of_experts(format, t)
@@ -98,7 +99,9 @@ def of_experts(format: str, t: int) -> None:
     gate, down, bias = rows(format, experts * n, DIM), rows(format, experts * DIM, n), empty(experts * n)
     if t <= FEW:
         h, more = empty(t, experts * n), (shares, counts, scratch(t))
-        ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, *more)
+        h_ints = empty(quantised_words(t, experts * n), type=torch.int32) if gate.takes_ints else None
+        ints = None, 1.0, False, None, h_ints
+        ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, *more, *ints)
         ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, None, *more, bias, 1.7, False)
         ops.down_experts(x, down, h, shares, True, scratch(t))
         return

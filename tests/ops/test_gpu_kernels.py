@@ -185,6 +185,41 @@ def test_a_norm_leaves_what_it_makes_in_int8_too(kernels: Kernels, kind: str) ->
         check_ints(ints, in_int8(out.cpu().numpy()))
 
 
+@pytest.mark.parametrize("format, tokens", [("q4_0", 1), ("q8_0", 3), ("f16", 3)], indirect=["format"])
+def test_neurons_are_left_in_int8_too(kernels: Kernels, format: str, tokens: int) -> None:
+    """Of each 32 by the program that ends last; twice, since programs count themselves. h does not differ."""
+    n, scratch, x = 64, kernels.scratch(), kernels.put(normal(1, tokens, 32))
+    gate, up = (kernels.rows(format, normal(i, n, 32))[0] for i in (2, 3))
+    for seed in 4, 5:
+        what = gate, kernels.put(normal(seed, n)), up, x, "silu", 0.0, False, None, None, None, scratch
+        h, alike = kernels.filled(tokens, n), kernels.filled(tokens, n)
+        ints = room_for_ints(kernels, h.shape)
+        kernels.ops.gate_up(alike, *what)
+        kernels.ops.gate_up(h, *what, None, 1.0, False, None, ints)
+        assert torch.equal(h, alike)
+        check_ints(ints, in_int8(h.cpu().numpy()))
+        assert not bool(scratch.arrivals.any())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_neurons_of_whole_experts_are_left_in_int8_too(kernels: Kernels, tokens: int) -> None:
+    """But for the last one's, to whom nobody goes: those are not read."""
+    experts, n, dim, scratch = 3, 32, 32, kernels.scratch()
+    shares = np.array([[0.25, 0.75, 0], [1, 0, 0], [0, 1, 0]], np.float32)[:tokens]
+    gate, down = (kernels.rows("q8_0", normal(i, experts * n, dim))[0] for i in (1, 2))
+    h, counts = kernels.filled(tokens, experts * n), kernels.put(np.zeros(4, np.int32))
+    weights, ints = kernels.put(shares), room_for_ints(kernels, h.shape)
+    more = "silu", 0.0, False, None, weights, counts, scratch, None, 1.0, False, None, ints
+    kernels.ops.gate_up(h, gate, None, gate, kernels.put(normal(3, tokens, dim)), *more)
+    words = ints[: h.numel() // 4].view(torch.int8).view(tokens, experts, n).cpu().numpy()
+    wanted, _, _ = in_int8(h.cpu().numpy())
+    assert np.array_equal(words[:, :2], wanted.reshape(tokens, experts, n)[:, :2])
+    outs = [kernels.filled(tokens, dim) for _ in range(2)]
+    kernels.ops.down_experts(outs[0], down, h, weights, False, scratch)
+    kernels.ops.down_experts(outs[1], down, kernels.filled(*h.shape), weights, False, scratch, ints)
+    assert torch.equal(*outs) and bool(outs[0].any())
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_products_read_what_is_in_int8_already(kernels: Kernels, tokens: int) -> None:
     """It is not x here: so it is not made anew. Rows of floats read x."""

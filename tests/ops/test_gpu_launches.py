@@ -26,7 +26,7 @@ from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import FFN, Batch, FFNPart, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.plan.cost import Work, launches
-from thermocline.plan.problem import divides, stores_apart
+from thermocline.plan.problem import apart, divides
 
 pytestmark = pytest.mark.oracle
 DIM, FFN_DIM, HEADS, KV_HEADS, HEAD = 256, 512, 4, 2, 64
@@ -115,10 +115,9 @@ def of_step(
 @pytest.mark.parametrize(
     "format, tokens, wanted",
     [
-        ("f16", 1, ["norm", "heads_few", "attend", "join_spans", "matmul_few", "norm",
-                    "gate_up_few", "matmul_few"]),
-        ("q4_0", 1, ["norm", "heads_few", "attend", "join_spans", "matmul_few", "norm",
-                     "gate_up_few", "quantise", "matmul_few"]),
+        (format, 1, ["norm", "heads_few", "attend", "matmul_few", "norm", "gate_up_few", "matmul_few"])
+        for format in ("f16", "q4_0")
+    ] + [
         ("f16", 17, ["norm", "matmul_many", "rope_store", "attend_many", "join_spans", "matmul_many", "norm",
                      "matmul_many", "matmul_many", "activate", "matmul_many"]),
     ],
@@ -140,8 +139,8 @@ def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched
         one, two = (of_step(*launched, format, tokens, n, activation, experts, normed) for n in (1, 2))
         begin, ffn = (i for i, name in enumerate(one) if name == "norm" and i < len(two) - len(one) + 1)
         spec, _ = llama(format, 1, activation, experts, normed)
-        work, apart = Work("exact", tokens, experts=experts), stores_apart(spec, 0)
-        counted = launches(divides(spec, 0), False, format, work, apart)
+        work, more = Work("exact", tokens, experts=experts), apart(spec, 0, spec.max_context)
+        counted = launches(divides(spec, 0), False, work, more)
         assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)
 
 

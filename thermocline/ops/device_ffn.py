@@ -94,16 +94,16 @@ class PartQueue:
         """Return a step's counts to RAM."""
         self.device.copy(self.counts[1], self.counts[0])
 
-    def ints(self, name: str, tokens: int, readers: Iterable[DeviceRows]) -> Vector:
+    def ints(self, name: str, tokens: int, readers: Iterable[DeviceRows], times: int = 1) -> Vector:
         """Return where what these matrices read goes in int8, too: once for all of them, with what makes it.
 
-        None: they read floats.
+        None: they read floats. `times`: a token has as many of their inputs, side by side.
         """
         columns = {w.columns for w in readers if w.takes_ints}
         if tokens > device_sizes.FEW or not columns:
             return None
         (n,) = columns
-        return self._pairs[f"{name} ints"][0][: device_sizes.quantised_words(tokens, n)]
+        return self._pairs[f"{name} ints"][0][: device_sizes.quantised_words(tokens, n * times)]
 
     def times(self, y: Tensor, w: DeviceLinear, x: Operand, add: bool = False) -> None:
         self.device.run(self.kernels.matmul, y, w.weight, x.x, w.bias, add, self.scratch, x.ints)
@@ -134,9 +134,11 @@ class PartQueue:
         """`opened` [tokens, 1]: a token takes its sigmoid of the answer."""
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         h, up = self._hidden[0][: n * p.neurons].view(n, p.neurons), None
+        ints = self.ints("gate", n, [p.down])
+        made = None if opened is not None or p.sub_norm is not None else ints
         if n <= device_sizes.FEW:  # in one launch
             what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu)
-            more = (None, None, None, self.scratch, None, a.alpha, False, normed.ints)
+            more = (None, None, None, self.scratch, None, a.alpha, False, normed.ints, made)
             run(k.gate_up, h, *what, *more)
         else:
             self.times(h, p.gate, normed)
@@ -147,8 +149,8 @@ class PartQueue:
         if opened is not None:  # down has no bias
             run(k.open, h, opened)
         if p.sub_norm is not None:
-            run(k.norm, h, h, *parts(p.sub_norm))
-        self.times(y, DeviceLinear(p.down, None), Operand(h), add)
+            run(k.norm, h, h, *parts(p.sub_norm), made := ints)
+        self.times(y, DeviceLinear(p.down, None), Operand(h, made), add)
 
     def _bundles(
         self,
@@ -186,22 +188,26 @@ class PartQueue:
         self._down(p, self._gate_up(p, normed, weights), weights, y, add)
         self._answers(p, weights, y)
 
-    def _gate_up(self, p: DevicePart, normed: Operand, weights: Tensor) -> Tensor:
+    def _gate_up(self, p: DevicePart, normed: Operand, weights: Tensor) -> Operand:
         """Return the neurons of whole experts, for `_down`."""
         n, a = len(normed), p.activation
         if n > device_sizes.FEW:
-            return self._gate_up_pairs(p, normed, weights)
-        h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
+            return Operand(self._gate_up_pairs(p, normed, weights))
+        h, ints = (
+            self._hidden[0][: n * p.neurons].view(n, p.neurons),
+            self.ints("gate", n, [p.down], p.experts),
+        )
         what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu, None, weights)
-        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input, normed.ints)
+        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input, normed.ints, ints)
         self.device.run(self.kernels.gate_up, h, *what, *more)
-        return h
+        return Operand(h, ints)
 
-    def _down(self, p: DevicePart, h: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
+    def _down(self, p: DevicePart, h: Operand, weights: Tensor, y: Tensor, add: bool) -> None:
         if len(y) > device_sizes.FEW:
-            self._down_pairs(p, h, weights, y, add)
+            self._down_pairs(p, h.x, weights, y, add)
         else:
-            self.device.run(self.kernels.down_experts, y, p.down, h, weights, add, self.scratch)
+            more = (weights, add, self.scratch, h.ints)
+            self.device.run(self.kernels.down_experts, y, p.down, h.x, *more)
 
     def _gate_up_pairs(self, p: DevicePart, normed: Operand, weights: Tensor) -> Tensor:
         """Return the neurons of more tokens: of each those of its experts, which are sorted in scratch."""

@@ -97,12 +97,14 @@ class Scratch:
     """Memory that one call at a time uses between its passes: calls on different streams need their own."""
 
     def __init__(self, floats: torch.Tensor, sizes: KernelSizes) -> None:
-        """`floats`: of sizes.scratch_bytes."""
+        """`floats`: zeros of sizes.scratch_bytes."""
         self.floats, self.sizes = floats, sizes
+        # i32, 0 between calls: programs that are done, of those that make something together.
+        self.arrivals = floats[len(floats) - sizes.arrivals :].view(torch.int32)
 
     @staticmethod
     def of(sizes: KernelSizes, device: torch.device | str) -> Scratch:
-        return Scratch(torch.empty(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
+        return Scratch(torch.zeros(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
 
     def take(self, *shape: int) -> torch.Tensor:
         """f32 of that shape, from the start: whatever was there is gone."""
@@ -133,7 +135,7 @@ class Scratch:
         scale (f32); then the sums of their halves, two i16.
         """
         size = device_sizes.quantised_words(tokens, columns)
-        room = self.floats[self.sizes.floats :]
+        room = self.floats[self.sizes.floats : len(self.floats) - self.sizes.arrivals]
         assert size <= room.numel(), f"{tokens} tokens of {columns} in int8, made for {self.sizes}"
         return room[:size].view(torch.int32)
 
@@ -339,6 +341,7 @@ class Kernels(Protocol):
         alpha: float = 1.0,
         scales_input: bool = False,
         ints: Vector = None,
+        h_ints: Vector = None,
         /,
     ) -> None: ...
 
@@ -354,6 +357,7 @@ class Kernels(Protocol):
         weights: torch.Tensor,
         add: bool,
         scratch: Scratch,
+        ints: Vector = None,
         /,
     ) -> None: ...
 

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.machine.tiers import DiskTier, Kernel, Tiers
-from thermocline.model.formats import FORMATS
 from thermocline.model.sizes import FormatRead, LayerSizes, ModelSizes, PartSize, joined
 from thermocline.model.sizes import Reads as FormatReads
 from thermocline.ops import device_sizes
@@ -194,12 +193,12 @@ class LayerWork:
     shared: bool = False  # it has an FFN of every token, with its attention: neurons go to a GPU with both
     width: int = 0  # neurons of an expert
     parallel: bool = False  # its FFN reads what attention does: others begin before the GPU attends
-    stores_apart: bool = False  # a kernel of its own turns heads and stores keys and values
+    apart: int = 0  # kernels of attention's that another one does not do, too
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
         alike = self.reads is other.reads and (self.on_gpu, self.shared) == (other.on_gpu, other.shared)
-        alike &= (self.width, self.stores_apart) == (other.width, other.stores_apart)
+        alike &= (self.width, self.apart) == (other.width, other.apart)
         alike &= self.attention_on_gpu == other.attention_on_gpu
         return alike and kv and self.sizes == other.sizes
 
@@ -272,24 +271,20 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
     return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
-def launches(
-    on_gpu: str, shared: bool, format: str, work: Work, stores_apart: bool = False
-) -> tuple[int, int]:
-    """Return the kernels of (attention, an FFN) on a GPU. All but `format` and `work` are as `LayerWork`'s.
+def launches(on_gpu: str, shared: bool, work: Work, apart: int = 0) -> tuple[int, int]:
+    """Return the kernels of (attention, an FFN) on a GPU. All but `work` are as `LayerWork`'s.
 
     Attention is a norm, q k v, rope with the store, scores, their spans' join, and out; of few tokens q k v
-    does rope and the store, too, unless `stores_apart`. An FFN is a norm, gate with up, and down, whose sums
-    are joined where it has a row for each neuron. A router is a product and the choice. For weights in blocks
-    a norm and the join write int8, too; neurons become it by a kernel of their own. Where both halves have
-    one norm, it is one launch fewer: no shape says so.
+    does rope and the store, too, and scores are joined at once, but for what is `apart`. An FFN is a norm,
+    gate with up, and down, whose sums are joined where it has a row for each neuron. A router is a product
+    and the choice. For weights in blocks what makes their inputs writes int8, too. Where both halves have one
+    norm, it is one launch fewer: no shape says so.
     """
     mixture = on_gpu != "all" and work.experts > 1
     if work.batch > device_sizes.FEW:
         # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts.
         return 6, 5 + 2 * mixture + 4 * shared
-    ints = int(FORMATS[format].block > 1)
-    ffn = 4 if on_gpu == "any" else 3 + ints
-    return 5 + stores_apart, ffn + 2 * mixture + (2 + ints) * shared
+    return 4 + apart, 3 + (on_gpu == "any") + 2 * mixture + 2 * shared
 
 
 def tokens_met(on_gpu: str, work: Work) -> float:
@@ -320,7 +315,7 @@ def layer_times(
     if has_gpu:
         assert v.tiers.gpu is not None
         launch_us = v.tiers.gpu.launch_us
-        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, v.format, work, layer.stores_apart)
+        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, work, layer.apart)
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + of_attention * launch_us
         attends = np.where(a, here, 0.0)
         asking = v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)

@@ -383,6 +383,7 @@ def gate_up(
     alpha: float = 1.0,
     scales_input: bool = False,
     ints: Vector = None,
+    h_ints: Vector = None,
 ) -> None:
     """h [B, n] = act(gate x + gate_bias) * (up x + up_bias).
 
@@ -392,9 +393,11 @@ def gate_up(
     counts i32 [4] += (token, neuron) pairs that are not 0, neurons whose gate is open for some token (their
     up rows are read), gate rows read, neurons that are not 0 for some token (`down` reads theirs). Of up to
     FEW tokens no other rows are read. Without counts, which FEW tokens may be, all are.
+    h_ints: h goes there in int8, too, but for experts that no token goes to; then no neurons are named.
     """
     what = gate, gate_bias, up, x, activation, bound, up_relu, named, weights, counts
     _gate_up(partial(_times, ints=ints), h, *what, up_bias, alpha, scales_input)
+    _put_ints(h_ints, h)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -402,13 +405,21 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     _put(out, _bundled(rows, h), add)
 
 
-def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
+def down_experts(
+    out: Tensor,
+    rows: Rows,
+    h: Tensor,
+    weights: Tensor,
+    add: bool,
+    scratch: Scratch,
+    ints: Vector = None,
+) -> None:
     """out [B, dim] (+)= the sum over experts of h [B, experts * n] times their rows [experts * dim, n].
 
     Experts that weights [B, experts] has for no token are not read. B is at most FEW.
     """
     experts, dim = weights.shape[1], out.shape[1]
-    h = _met(rows, h)
+    h = _met(rows, h, ints)
     y, needed = torch.zeros_like(out), (weights != 0).any(dim=0)
     for e, own in enumerate(h.view(len(h), experts, -1).unbind(dim=1)):
         mine = rows.data[e * dim : (e + 1) * dim]

@@ -24,6 +24,7 @@ from thermocline.ops.device_sizes import (
     PAIRS,
     SPAN,
     choice_sizes,
+    joins_at_once,
     pair_tiles,
     span_of,
     spans,
@@ -65,6 +66,7 @@ STATE_FLOATS = 4096  # of a program of 4 warps: 32 of a thread
 LATENT_HEADS = 16  # of a program, the least that tensor cores multiply
 LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps, spill on an H100
 HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at once
+JOINED = 8192  # numbers of spans that a program joins at once: 64 of a thread
 # Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
 TILE_ROWS, TILE_WARPS = 64, 8
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
@@ -224,11 +226,18 @@ def attention(
         launch(triton_prompts.attend_many, tiles, *where, *sizes, *ends, warps=TILE_WARPS, **fixed)
     else:
         stages = 2 if heads.dim <= 2 * piece else 1  # of 512: 72 KiB of shared memory instead of 132
-        args = *where, heads.n_kv, group, width, span, n_spans, *ends
+        how = out, ints, heads.sinks, scratch.arrivals
+        args = *where, *how, heads.n_kv, group, width, span, n_spans, *ends
         tokens = t, heads.n_kv, n_spans
+        fixed |= {"J": 0, "S": 1}
+        if at_once := joins_at_once(n_spans, group, heads.dim):
+            some = _power(group)
+            fixed |= {"J": some, "S": min(16, _power(n_spans), max(1, JOINED // (some * wide)))}
         fixed["H"] = max(16, _power(group))
         warps = 4 if fixed["H"] < 128 else 8  # of Falcon's 71 heads a key, 4 spill
         launch(triton_tokens.attend, tokens, *args, stages=stages, warps=warps, **fixed)
+        if at_once:
+            return
     launch(
         triton_tokens.join_spans,
         (t, heads.n),
@@ -391,6 +400,7 @@ def gate_up(
     alpha: float = 1.0,
     scales_input: bool = False,
     ints: Vector = None,
+    h_ints: Vector = None,
 ) -> None:
     assert up is None or (up.columns, up.rows) == (gate.columns, gate.rows)
     t, n = h.shape
@@ -411,7 +421,9 @@ def gate_up(
     rows, warps, fixed = _products(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
     quantised = _quantised(x, scratch, ints, gate, *([] if up is None else [up]))
-    args = h, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
+    assert h_ints is None or (named is None and each % 32 == 0)
+    arrivals = None if h_ints is None else scratch.arrivals
+    args = h, h_ints, arrivals, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
     args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
     of_up = _products(gate if up is None else up, t)[2]
     how["ALL"] = counts is None and n % rows == 0
@@ -460,11 +472,19 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
 
 
-def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
+def down_experts(
+    out: Tensor,
+    rows: Rows,
+    h: Tensor,
+    weights: Tensor,
+    add: bool,
+    scratch: Scratch,
+    ints: Vector = None,
+) -> None:
     t, experts = weights.shape
     own = replace(rows, data=rows.data[: out.shape[1]])  # an expert's
     at_once, warps, fixed = _products(own, t)
-    quantised, shape = _quantised(h, scratch, None, own), (own.rows, own.columns, own.stride)
+    quantised, shape = _quantised(h, scratch, ints, own), (own.rows, own.columns, own.stride)
     args = out, _at(rows), h, quantised, weights, *shape, t, experts, weights.stride(0)
     grid = (_ceil(own.rows, at_once),)
     launch(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.kernels.triton_bytes import byte_dots, places
+from thermocline.ops.kernels.triton_bytes import byte_dots, places, put_ints
 from thermocline.ops.kernels.triton_stored import (
     behind,
     columns_of,
@@ -29,7 +29,7 @@ from thermocline.ops.kernels.triton_stored import (
     units,
     unknown_nought,
 )
-from thermocline.ops.kernels.triton_target import fetch_ahead, follow, precision
+from thermocline.ops.kernels.triton_target import fetch_ahead, follow, last_of, precision
 from thermocline.ops.kernels.triton_tokens import activation, place_of, turned, up_factor
 
 
@@ -193,7 +193,7 @@ def heads_few(
 
 @triton.jit
 def gate_up_few(
-    h, gate, bias, up, up_bias, x, q, named, weights, counts,
+    h, ints, arrivals, gate, bias, up, up_bias, x, q, named, weights, counts,
     n, columns, gate_stride: tl.constexpr, up_stride: tl.constexpr, named_stride,
     tokens, each, pitch, bound, alpha,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, ALL: tl.constexpr,
@@ -206,6 +206,7 @@ def gate_up_few(
     then up where a gate is open. weights: a token's are `pitch` behind the one before's. SCALES: they scale
     gate and up.
     counts: four additions a program; None: up does not wait for the gate. ALL: and rows are whole steps of R.
+    ints: of each 32 neurons the last program quantises them.
     """
     first = tl.program_id(0) * R
     if named is None and weights is None:
@@ -250,6 +251,16 @@ def gate_up_few(
     if weights is not None and not SCALES:
         a = tl.where(going, a * share, 0.0)
     tl.store(h + b * n + row[None, :], a, mask=mine)
+    if ints is not None:
+        made = True
+        if weights is not None:
+            made = tl.max(wanted.to(tl.int32), axis=0) != 0  # of one expert, so the same for all of a block
+        if made:
+            block, token = first // 32, tl.arange(0, B)
+            if last_of(arrivals + block, 32 // R):
+                at = h + token[:, None] * n + (block * 32 + tl.arange(0, 32))[None, :]
+                neurons = tl.load(at, mask=(token < tokens)[:, None], other=0, cache_modifier=".cg")
+                put_ints(ints, neurons, token * (n // 32) + block, token < tokens, tokens * (n // 32))
     if counts is not None:
         tl.atomic_add(counts, tl.sum(tl.sum(active, axis=0), axis=0), sem="relaxed")
         tl.atomic_add(counts + 1, tl.sum(opened.to(tl.int32), axis=0), sem="relaxed")

@@ -58,6 +58,20 @@ def follow():
 
 
 @triton.jit
+def last_of(arrivals, programs):
+    """Whether this program is the last of so many to come here. Then it sees what they wrote before that.
+
+    They count in one i32 at `arrivals`, which is 0 again afterwards. What the last one does must not depend
+    on which it is. It reads what others wrote from the L2 (".cg").
+    """
+    tl.debug_barrier()  # every thread has written
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
 def fetch_ahead(data, row, rows, stride):
     """Have the beginnings of rows `row` [R], of so many, brought to the L2; rows are `stride` bytes apart.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from thermocline.ops.kernels.triton_bytes import put_ints
-from thermocline.ops.kernels.triton_target import follow, precision
+from thermocline.ops.kernels.triton_target import follow, last_of, precision
 
 
 @triton.jit
@@ -401,11 +401,15 @@ def scores_of(q, keys, seen, cap, D: tl.constexpr, DIM: tl.constexpr, CAPPED: tl
 
 @triton.jit
 def attend(
-    parts, qkv, positions, sequence, table, k, v, n_kv, group, width, span, spans, window, scale, cap, pitch,
+    parts, qkv, positions, sequence, table, k, v, out, ints, sinks, arrivals,
+    n_kv, group, width, span, spans, window, scale, cap, pitch,
     DIM: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, CAPPED: tl.constexpr,
-    CHUNKED: tl.constexpr, PIECES: tl.constexpr,
+    CHUNKED: tl.constexpr, PIECES: tl.constexpr, J: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head, span): parts [tokens, heads, spans, DIM + 2] of the kv head's q heads.
+
+    J: of a token and kv head the last program joins the spans, S at a time, of at most so many heads; 0: that
+    is a launch of its own.
 
     A part: values weighed with exp(score - greatest), then the greatest score, then the weights' sum. Of
     spans a token does not see nothing is written. A large head is worked on in PIECES of D: as a whole it
@@ -452,6 +456,63 @@ def attend(
             tl.store(parts + part[:, None] + i * D + d[None, :], acc[i], mask=mine)
         tl.store(parts + part + DIM, top, mask=head < group)
         tl.store(parts + part + DIM + 1, total, mask=head < group)
+        if J > 0:
+            first, end = first_span(own, window, span, CHUNKED), own // span + 1
+            if last_of(arrivals + b * n_kv + g, end - first):
+                join_heads(
+                    out, ints, parts, sinks, b, g * group, group, heads, first, end, spans, DIM, D, J, S
+                )
+
+
+@triton.jit
+def first_span(own, window, span, CHUNKED: tl.constexpr):
+    """Return the first span that one at `own` sees."""
+    return tl.maximum(first_seen(own, window, CHUNKED), 0) // span
+
+
+@triton.jit
+def join_heads(
+    out, ints, parts, sinks, b, head, some, heads, first, end, spans,
+    DIM: tl.constexpr, D: tl.constexpr, J: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, heads * DIM] of token b and `some` heads from `head` on, J at most: from spans first to
+    end - 1, S at a time, and each head's sink, a score without a value. ints: out, quantised.
+    """
+    j, d = tl.arange(0, J), tl.arange(0, D)
+    mine = j < some
+    row = b.to(tl.int64) * heads + head + j
+    at = parts + row * spans * (DIM + 2)
+    top = tl.full((J,), float("-inf"), tl.float32)
+    total = tl.zeros((J,), tl.float32)
+    acc = tl.zeros((J, D), tl.float32)
+    for begin in range(first, end, S):
+        s = begin + tl.arange(0, S)
+        ok = mine[:, None] & (s < end)[None, :]
+        each = at[:, None] + s[None, :] * (DIM + 2)
+        tops = tl.load(each + DIM, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(tops, axis=1))
+        fade, weights = tl.exp(top - higher), tl.exp(tops - higher[:, None])
+        sums = tl.load(each + (DIM + 1), mask=ok, other=0, cache_modifier=".cg")
+        total = total * fade + tl.sum(weights * sums, axis=1)
+        inside = ok[:, :, None] & (d < DIM)[None, None, :]
+        values = tl.load(each[:, :, None] + d[None, None, :], mask=inside, other=0, cache_modifier=".cg")
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * values, axis=1)
+        top = higher
+    if sinks is not None:
+        sink = tl.load(sinks + head + j, mask=mine, other=0)
+        higher = tl.maximum(top, sink)
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.exp(sink - higher)
+        acc = acc * fade[:, None]
+    y = acc / total[:, None]
+    tl.store(out + row[:, None] * DIM + d[None, :], y, mask=mine[:, None] & (d < DIM)[None, :])
+    if ints is not None:
+        N: tl.constexpr = D // 32
+        block = tl.arange(0, N)[None, :]
+        place = ((b * heads + head + j) * (DIM // 32))[:, None] + block
+        there = tl.reshape(mine[:, None] & (block < DIM // 32), (J * N,))
+        blocks = tl.num_programs(0) * heads * (DIM // 32)
+        put_ints(ints, tl.reshape(y, (J * N, 32)), tl.reshape(place, (J * N,)), there, blocks)
 
 
 @triton.jit
@@ -459,37 +520,9 @@ def join_spans(
     out, ints, parts, sinks, positions, heads, span, spans, window,
     DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
-    and the head's sink: a score without a value. ints: out, quantised.
-    """
+    """Program (token, head): `join_heads` of one."""
     follow()
     b, head = tl.program_id(0), tl.program_id(1)
     own = tl.load(positions + b)
-    d = tl.arange(0, D)
-    at = parts + (b.to(tl.int64) * heads + head) * spans * (DIM + 2)
-    top = tl.max(tl.full((S,), float("-inf"), tl.float32), axis=0)
-    total = 0.0
-    acc = tl.zeros((D,), tl.float32)
-    for first in range(tl.maximum(first_seen(own, window, CHUNKED), 0) // span, own // span + 1, S):
-        s = first + tl.arange(0, S)
-        ok = s <= own // span
-        tops = tl.load(at + s * (DIM + 2) + DIM, mask=ok, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(tops, axis=0))
-        fade, weights = tl.exp(top - higher), tl.exp(tops - higher)
-        total = total * fade + tl.sum(
-            weights * tl.load(at + s * (DIM + 2) + DIM + 1, mask=ok, other=0), axis=0
-        )
-        inside = ok[:, None] & (d < DIM)[None, :]
-        mine = tl.load(at + s[:, None] * (DIM + 2) + d[None, :], mask=inside, other=0)
-        acc = acc * fade + tl.sum(weights[:, None] * mine, axis=0)
-        top = higher
-    if sinks is not None:
-        sink = tl.load(sinks + head)
-        higher = tl.maximum(top, sink)
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.exp(sink - higher)
-        acc = acc * fade
-    y = acc / total
-    tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, y, mask=d < DIM)
-    if ints is not None:
-        put_row(ints, y, b * heads + head, DIM // 32, tl.num_programs(0) * heads)
+    first, end = first_span(own, window, span, CHUNKED), own // span + 1
+    join_heads(out, ints, parts, sinks, b, head, 1, heads, first, end, spans, DIM, D, 1, S)
