@@ -19,6 +19,7 @@ from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import BLOCK, KVCache
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
+from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import DeviceRows
@@ -142,6 +143,16 @@ def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched
         work, more = Work("exact", tokens, experts=experts), apart(spec, 0, spec.max_context)
         counted = launches(divides(spec, 0), False, work, more)
         assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)
+
+
+def test_many_spans_are_joined_by_a_launch_of_their_own(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _ = llama("f16", 1)
+    assert spec.max_context == 256 and device_sizes.spans(256, 1) == 2
+    for most, joined in ((2 * 2 * HEAD, 0), (2 * 2 * HEAD - 1, 1)):
+        monkeypatch.setattr(device_sizes, "JOINED_APART", most)
+        assert of_step(*launched, "f16", 1, 1).count("join_spans") == apart(spec, 0, 256) == joined
 
 
 def test_launches_overlap_where_that_is_asked_for_and_the_card_can(monkeypatch: pytest.MonkeyPatch) -> None:
