@@ -133,7 +133,7 @@ class PartQueue:
     def _dense(self, p: DevicePart, normed: Operand, y: Tensor, add: bool, opened: Vector = None) -> None:
         """`opened` [tokens, 1]: a token takes its sigmoid of the answer."""
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
-        h, up = self._hidden[0][: n * p.neurons].view(n, p.neurons), None
+        h, up = self._neurons(n, p), None
         ints = self.ints("gate", n, [p.down])
         made = None if opened is not None or p.sub_norm is not None else ints
         if n <= device_sizes.FEW:  # in one launch
@@ -173,7 +173,7 @@ class PartQueue:
                     one, shares = NeuronPlace(e, 1, place.first), weights[:, e : e + 1]
                     self._bundles(p.expert(e), one, normed, None, shares, y, add or e > 0)
                 return
-        h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
+        h = self._neurons(n, p)
         what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu)
         more = (named, weights, self.counts[0], self.scratch, None, 1.0, False, normed.ints)
         run(k.gate_up, h, *what, *more)
@@ -182,6 +182,9 @@ class PartQueue:
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
         run(k.down, y, p.down, h, add, self.scratch)
+
+    def _neurons(self, tokens: int, p: DevicePart) -> Tensor:
+        return self._hidden[0][: tokens * p.neurons].view(tokens, p.neurons)
 
     def _experts(self, p: DevicePart, normed: Operand, weights: Tensor, y: Tensor, add: bool) -> None:
         """y (+)= whole experts that some token goes to."""
@@ -193,10 +196,7 @@ class PartQueue:
         n, a = len(normed), p.activation
         if n > device_sizes.FEW:
             return Operand(self._gate_up_pairs(p, normed, weights))
-        h, ints = (
-            self._hidden[0][: n * p.neurons].view(n, p.neurons),
-            self.ints("gate", n, [p.down], p.experts),
-        )
+        h, ints = self._neurons(n, p), self.ints("gate", n, [p.down], p.experts)
         what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu, None, weights)
         more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input, normed.ints, ints)
         self.device.run(self.kernels.gate_up, h, *what, *more)

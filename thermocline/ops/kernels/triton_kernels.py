@@ -651,13 +651,8 @@ def choose(
 
 def _turns_in_pairs(heads: Heads, cos: Vector) -> bool:
     """Return whether each element of a head depends on one of the other half at most: so no norm does."""
-    alone = heads.q_norm is None and heads.k_norm is None and heads.v_norm is None
-    return (
-        alone
-        and not heads.temperature
-        and heads.dim % 8 == 0
-        and (cos is None or 2 * cos.shape[1] == heads.dim)
-    )
+    alone = heads.q_norm is None and heads.k_norm is None and heads.v_norm is None and not heads.temperature
+    return alone and heads.dim % 8 == 0 and (cos is None or 2 * cos.shape[1] == heads.dim)
 
 
 def _project(
@@ -742,16 +737,8 @@ def _matmul(
     shape = w.rows, w.columns, w.stride
     if t <= FEW:
         rows, warps, how = _products(w, t)
-        args: tuple[Any, ...] = (
-            out,
-            _at(w),
-            x,
-            _quantised(x, scratch, ints, w),
-            bias,
-            *shape,
-            t,
-            out.stride(0),
-        )
+        q = _quantised(x, scratch, ints, w)
+        args: tuple[Any, ...] = out, _at(w), x, q, bias, *shape, t, out.stride(0)
         fixed["ALL"] = w.rows % rows == 0
         launch(
             triton_rows.matmul_few,
