@@ -42,7 +42,7 @@ class Kernels:
 
     def scratch(self) -> Scratch:
         made = Scratch.of(SIZES, self.device)
-        made.floats.fill_(float("nan"))
+        made.floats[: len(made.floats) - SIZES.arrivals].fill_(float("nan"))
         return made
 
     def rows(self, format: str, w: F32, skip: int = 0, pad: int = 0) -> tuple[DeviceRows, F32]:

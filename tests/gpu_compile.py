@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from thermocline.model import quant
 from thermocline.model.spec import Latent, Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
-from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes
+from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes, quantised_words
 from thermocline.ops.interface import BANNED, CANDIDATES, Heads
 from thermocline.ops.kernels import triton_kernels as ops
 
@@ -69,9 +69,27 @@ def of_rows(format: str, t: int) -> None:
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, True, None, empty(t, 8), counts, scratch(t))
     if t <= FEW:
         dense = None, None, None, scratch(t)
-        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense)
+        h_ints = empty(quantised_words(t, NEURONS), type=torch.int32) if gate.takes_ints else None
+        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense, None, 1.0, False, None, h_ints)
+        of_heads(format, t)
     ops.down(x, back, h, True, scratch(t))
     of_experts(format, t)
+
+
+def of_heads(format: str, t: int) -> None:
+    """Llama's and Qwen2's products that turn and store what they make."""
+    heads = Heads(HEADS, KV, HEAD, None, 0.1, None, None, None, 1e-5)
+    qkv, turn = empty(t, heads.width), empty(t, HEAD // 2)
+    parts = [(rows(format, heads.width, DIM), bias) for bias in (None, empty(heads.width))]
+    k, v, paged = pages(t)
+    for part in parts:
+        ops.project_heads(qkv, [part], empty(t, DIM), heads, turn, turn, *paged, k, v, scratch(t))
+
+
+def pages(t: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Keys, values, and of tokens their positions, sequences and table."""
+    k, v = (empty(64, KV, *shape, type=torch.float16) for shape in ((HEAD, 32), (32, HEAD)))
+    return k, v, [empty(*shape, type=torch.int32) for shape in ((t,), (t,), (4, PAGES))]
 
 
 def of_experts(format: str, t: int) -> None:
@@ -81,7 +99,9 @@ def of_experts(format: str, t: int) -> None:
     gate, down, bias = rows(format, experts * n, DIM), rows(format, experts * DIM, n), empty(experts * n)
     if t <= FEW:
         h, more = empty(t, experts * n), (shares, counts, scratch(t))
-        ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, *more)
+        h_ints = empty(quantised_words(t, experts * n), type=torch.int32) if gate.takes_ints else None
+        ints = None, 1.0, False, None, h_ints
+        ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, *more, *ints)
         ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, None, *more, bias, 1.7, False)
         ops.down_experts(x, down, h, shares, True, scratch(t))
         return
@@ -117,12 +137,13 @@ def of_tokens(t: int) -> None:
     q_norm: Any = empty(HEAD)
     k_norm: Any = empty(HEAD)
     heads: Any = Heads(HEADS, KV, HEAD, None, 0.1, 50.0, q_norm, k_norm, 1e-5)
-    paged = [empty(*shape, type=torch.int32) for shape in ((t,), (t,), (4, PAGES))]
     qkv, turn = empty(t, (HEADS + 2 * KV) * HEAD), empty(t, HEAD // 2)
-    k, v = (empty(64, KV, *shape, type=torch.float16) for shape in ((HEAD, 32), (32, HEAD)))
+    k, v, paged = pages(t)
+    ints = empty(quantised_words(t, DIM), type=torch.int32) if t <= FEW else None
     ops.norm(x, x, weight, weight, 1e-5, True)
+    ops.norm(x, x, weight, None, 1e-5, False, ints)
     ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
-    ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
+    ops.attention(x, qkv, heads, *paged, k, v, scratch(t), ints)
     of_latents(t, paged)
     for other, turned in other_heads():
         qkv, turn = empty(t, other.width), empty(t, turned // 2) if turned else None

@@ -132,7 +132,23 @@ def test_tokens_in_int8_are_what_the_cpu_makes_of_them(kernels: Kernels) -> None
     x[0, 96:128] = np.arange(32) + 0.5
     x[0, 127] = 127  # so that the others are ties
     x[1, 130], x[2, 200] = np.nan, -np.inf
-    blocks = x.reshape(3, 37, 32)
+    q, scales, sums = wanted = in_int8(x)
+    if kernels.ops is torch_kernels:
+        given = room_for_ints(kernels, x.shape)
+        torch_kernels._put_ints(given, kernels.put(x))
+    else:
+        w, _ = kernels.rows("q4_0", normal(2, 1, 32 * 37))
+        given = kernels.ops._quantised(kernels.put(x), kernels.scratch(), None, w)
+    check_ints(given, wanted)
+    assert np.isnan(scales).sum() == 2 and (q[0, 3, :4] == (0, 2, 2, 4)).all() and sums.any()
+
+
+Ints = tuple[Any, F32, Any]
+
+
+def in_int8(x: F32) -> Ints:
+    """Numbers [tokens, blocks, 32], scales [tokens, blocks], sums of halves, as the CPU makes them."""
+    blocks = x.reshape(len(x), -1, 32)
     peak = np.abs(blocks).max(axis=2)
     known = np.isfinite(peak)
     inverse = np.where(
@@ -140,16 +156,90 @@ def test_tokens_in_int8_are_what_the_cpu_makes_of_them(kernels: Kernels) -> None
     )
     q = np.rint(np.where(known[..., None], blocks, np.float32(0)) * inverse[..., None])
     scales = np.where(known, peak / np.float32(127), np.float32(np.nan))
-    if kernels.ops is torch_kernels:
-        got, d = (t.cpu().numpy() for t in torch_kernels._as_bytes(kernels.put(x)))
-    else:
-        w, _ = kernels.rows("q4_0", normal(2, 1, 32 * 37))
-        given = kernels.ops._quantised(kernels.put(x), kernels.scratch(), w).cpu().numpy()
-        got, d = given[: q.size // 4].view(np.int8).reshape(q.shape), given[q.size // 4 :][: 3 * 37]
-        d, sums = d.view(np.float32).reshape(3, 37), given[-3 * 37 :].view(np.int16).reshape(3, 37, 2)
-        assert np.array_equal(sums, q.reshape(3, 37, 2, 16).sum(axis=3))
-    assert np.array_equal(got, q) and np.array_equal(d, scales, equal_nan=True)
-    assert np.isnan(scales).sum() == 2 and (q[0, 3, :4] == (0, 2, 2, 4)).all()
+    return q, scales, q.reshape(*peak.shape, 2, 16).sum(axis=3)
+
+
+def room_for_ints(kernels: Kernels, shape: tuple[int, ...]) -> torch.Tensor:
+    words = device_sizes.quantised_words(*shape)
+    return torch.full((words,), 0x55555555, dtype=torch.int32, device=kernels.device)
+
+
+def check_ints(given: torch.Tensor, wanted: Ints) -> None:
+    """Bit for bit."""
+    q, scales, sums = wanted
+    numbers, d, halves = np.split(given.cpu().numpy(), [q.size // 4, q.size // 4 + scales.size])
+    assert np.array_equal(numbers.view(np.int8).reshape(q.shape), q)
+    assert np.array_equal(d.view(np.float32).reshape(scales.shape), scales, equal_nan=True)
+    assert np.array_equal(halves.view(np.int16).reshape(sums.shape), sums)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_leaves_what_it_makes_in_int8_too(kernels: Kernels, kind: str) -> None:
+    """As if that was read and quantised, also where it is no number."""
+    for tokens, dim in (1, 32), (3, 96), (16, 288):
+        x, weight = 3 * normal(1, tokens, dim) + 1, normal(2, dim)
+        x[tokens // 2, 5] = np.nan if tokens > 1 else 2
+        bias = kernels.put(normal(3, dim)) if kind == "layer" else None
+        out, ints = kernels.filled(tokens, dim), room_for_ints(kernels, x.shape)
+        kernels.ops.norm(out, kernels.put(x), kernels.put(weight), bias, 1e-5, kind == "layer", ints)
+        check_ints(ints, in_int8(out.cpu().numpy()))
+
+
+@pytest.mark.parametrize("format, tokens", [("q4_0", 1), ("q8_0", 3), ("f16", 3)], indirect=["format"])
+def test_neurons_are_left_in_int8_too(kernels: Kernels, format: str, tokens: int) -> None:
+    """Of each 32 by the program that ends last; twice, since programs count themselves. h does not differ."""
+    n, scratch, x = 64, kernels.scratch(), kernels.put(normal(1, tokens, 32))
+    gate, up = (kernels.rows(format, normal(i, n, 32))[0] for i in (2, 3))
+    for seed in 4, 5:
+        what = gate, kernels.put(normal(seed, n)), up, x, "silu", 0.0, False, None, None, None, scratch
+        h, alike = kernels.filled(tokens, n), kernels.filled(tokens, n)
+        ints = room_for_ints(kernels, h.shape)
+        kernels.ops.gate_up(alike, *what)
+        kernels.ops.gate_up(h, *what, None, 1.0, False, None, ints)
+        assert torch.equal(h, alike)
+        check_ints(ints, in_int8(h.cpu().numpy()))
+        assert not bool(scratch.arrivals.any())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_neurons_of_whole_experts_are_left_in_int8_too(kernels: Kernels, tokens: int) -> None:
+    """But for the last one's, to whom nobody goes: those are not read."""
+    experts, n, dim, scratch = 3, 32, 32, kernels.scratch()
+    shares = np.array([[0.25, 0.75, 0], [1, 0, 0], [0, 1, 0]], np.float32)[:tokens]
+    gate, down = (kernels.rows("q8_0", normal(i, experts * n, dim))[0] for i in (1, 2))
+    h, counts = kernels.filled(tokens, experts * n), kernels.put(np.zeros(4, np.int32))
+    weights, ints = kernels.put(shares), room_for_ints(kernels, h.shape)
+    more = "silu", 0.0, False, None, weights, counts, scratch, None, 1.0, False, None, ints
+    kernels.ops.gate_up(h, gate, None, gate, kernels.put(normal(3, tokens, dim)), *more)
+    words = ints[: h.numel() // 4].view(torch.int8).view(tokens, experts, n).cpu().numpy()
+    wanted, _, _ = in_int8(h.cpu().numpy())
+    assert np.array_equal(words[:, :2], wanted.reshape(tokens, experts, n)[:, :2])
+    outs = [kernels.filled(tokens, dim) for _ in range(2)]
+    kernels.ops.down_experts(outs[0], down, h, weights, False, scratch)
+    kernels.ops.down_experts(outs[1], down, kernels.filled(*h.shape), weights, False, scratch, ints)
+    assert torch.equal(*outs) and bool(outs[0].any())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_products_read_what_is_in_int8_already(kernels: Kernels, tokens: int) -> None:
+    """It is not x here: so it is not made anew. Rows of floats read x."""
+    x, other = normal(1, tokens, 96), normal(2, tokens, 96)
+    ints = room_for_ints(kernels, x.shape)
+    kernels.ops.norm(kernels.filled(tokens, 96), kernels.put(other), None, None, 0.0, False, ints)
+    first, a = kernels.rows("q8_0", normal(3, 32, 96))
+    plain, b = kernels.rows("f16", normal(4, 32, 96))
+    mine, seen = kernels.put(x), met("q8_0", other)
+    for w, want in (first, seen @ a.T), (plain, x @ b.T):
+        out = kernels.filled(tokens, 32)
+        kernels.ops.matmul(out, w, mine, None, False, kernels.scratch(), ints)
+        kernels.check(out, want)
+    h, none = kernels.filled(tokens, 32), (None, None, None)
+    more = "relu", 0.0, False, *none, kernels.scratch(), None, 1.0, False, ints
+    kernels.ops.gate_up(h, first, None, plain, mine, *more)
+    kernels.check(h, np.maximum(seen @ a.T, 0) * (x @ b.T))
+    second, c = kernels.rows("q8_0", normal(5, 9, 32))
+    scores = np.asarray(met("q8_0", np.asarray(seen @ a.T, np.float32)) @ c.T, np.float32)
+    check_named(kernels, scores, 0, 9, (first, second, False, mine), ints)
 
 
 def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -161,6 +251,11 @@ def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor,
     kernels.ops.rope_store(qkv, h, kernels.some(c.cos), kernels.some(c.sin), *paged, k, v)
     out = kernels.filled(len(c.qkv), h.n * h.dim)
     kernels.ops.attention(out, qkv, h, *paged, k, v, kernels.scratch())
+    if len(out) <= FEW and h.dim % 32 == 0:
+        alike, ints = kernels.filled(*out.shape), room_for_ints(kernels, out.shape)
+        kernels.ops.attention(alike, qkv, h, *paged, k, v, kernels.scratch(), ints)
+        assert torch.equal(alike, out)
+        check_ints(ints, in_int8(out.cpu().numpy()))
     return out, k, v
 
 
@@ -212,6 +307,47 @@ def test_attention(kernels: Kernels, case: str) -> None:
     for got, stored in (k, k_want), (v, v_want):
         assert np.array_equal(np.isnan(got.cpu().numpy()), np.isnan(stored))
         assert gpu_cases.nmse(np.nan_to_num(got.cpu().numpy()), np.nan_to_num(stored)) <= 1e-8  # f16 rounds
+
+
+PROJECTED = {
+    "all turned": attention_case(heads(4, 2, 16), [37, 5, 130], 1, 16),
+    "an odd number of pairs": attention_case(heads(1, 1, 24), [40, 9], 2, 24),
+    "without rope": attention_case(heads(2, 1, 16), [70], 3, 0),
+    "turned in part": attention_case(heads(2, 1, 16), [40], 2, 8),
+    "normed": attention_case(heads(2, 1, 16, q_norm=normal(1, 16), k_norm=normal(2, 16)), [40], 2, 16),
+    "another layer's keys": attention_case(heads(4, 2, 16, shares=True), [40, 9], 2, 16),
+    "queries that grow": attention_case(heads(2, 1, 16, temperature=0.3, temperature_span=7), [40], 3, 0),
+    "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
+}
+
+
+@pytest.mark.parametrize("case", PROJECTED)
+@pytest.mark.parametrize("format", ["q4_0", "f16"], indirect=True)
+def test_heads_are_made_turned_and_stored(kernels: Kernels, format: str, case: str) -> None:
+    """Not a bit is other than that of a product and of `rope_store` behind it; matrices differ in format."""
+    c = PROJECTED[case]
+    h: Any = replace(c.heads, q_norm=kernels.some(c.heads.q_norm), k_norm=kernels.some(c.heads.k_norm))
+    x, t, n = kernels.put(normal(1, len(c.qkv), 96)), len(c.qkv), h.n * h.dim
+    sizes = ((format, n), ("f16" if format == "q4_0" else "q8_0", h.width - n))
+    made = [kernels.rows(f, normal(1, size, 96))[0] for f, size in sizes if size]
+    parts = [(w, kernels.put(normal(9, w.rows)) if i else None) for i, w in enumerate(made)]
+    turn = kernels.some(c.cos), kernels.some(c.sin)
+    paged = [kernels.put(y) for y in (c.batch.positions, c.batch.sequence, c.batch.block_table)]
+    outs = []
+    for at_once in (True, False):
+        qkv, k, v = kernels.filled(t, h.width), kernels.put(c.k), kernels.put(c.v)
+        if at_once:
+            kernels.ops.project_heads(qkv, parts, x, h, *turn, *paged, k, v, kernels.scratch())
+        else:
+            first = 0
+            for w, bias in parts:
+                kernels.ops.matmul(qkv[:, first : first + w.rows], w, x, bias, False, kernels.scratch())
+                first += w.rows
+            kernels.ops.rope_store(qkv, h, *turn, *paged, k, v)
+        outs.append((qkv[:, :n], k, v))
+    for got, want in zip(*outs, strict=True):
+        assert torch.equal(got.nan_to_num(), want.nan_to_num()) and torch.equal(got.isnan(), want.isnan())
+    assert not bool(outs[0][0].isnan().any())
 
 
 def each_row_alike(a: F32, b: F32, dtype: Any) -> F32:
@@ -581,14 +717,16 @@ def test_a_logit_that_is_no_number_is_chosen(kernels: Kernels) -> None:
 # ---- predictors
 
 
-def check_named(kernels: Kernels, scores: F32, hot: int, n: int, parts: tuple[Any, ...]) -> None:
+def check_named(
+    kernels: Kernels, scores: F32, hot: int, n: int, parts: tuple[Any, ...], ints: torch.Tensor | None = None
+) -> None:
     """Each neuron's threshold lies between two tokens' scores, as far from both as it can."""
     ordered, middle = np.sort(scores, axis=0), len(scores) // 2
     threshold = (ordered[middle] + ordered[middle - 1]) / 2 if middle else ordered[0] - 1
     named = torch.full((len(scores), -(-n // 8)), 0xFF, dtype=torch.uint8, device=kernels.device)
     first, second, relu, x = parts
     at = kernels.put(threshold.astype(np.float32))
-    kernels.ops.predict(named, first, second, at, hot, relu, x, kernels.scratch())
+    kernels.ops.predict(named, first, second, at, hot, relu, x, kernels.scratch(), ints)
     want = scores >= threshold
     want[:, :hot] = True
     assert np.array_equal(named.cpu().numpy(), packed(want))

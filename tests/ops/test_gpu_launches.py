@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import BLOCK, KVCache
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
+from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import DeviceRows
@@ -25,7 +27,7 @@ from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import FFN, Batch, FFNPart, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.plan.cost import Work, launches
-from thermocline.plan.problem import divides
+from thermocline.plan.problem import apart, divides
 
 pytestmark = pytest.mark.oracle
 DIM, FFN_DIM, HEADS, KV_HEADS, HEAD = 256, 512, 4, 2, 64
@@ -61,10 +63,12 @@ def rows(format: str, n: int, columns: int) -> DeviceRows:
     return DeviceRows(torch.zeros((n, quant.row_bytes(format, columns)), dtype=torch.uint8), format, columns)
 
 
-def llama(format: str, layers: int, activation: str = "silu", experts: int = 1) -> tuple[ModelSpec, Weights]:
-    """Return one whose layers are on a device: RMS norms, no biases."""
+def llama(
+    format: str, layers: int, activation: str = "silu", experts: int = 1, normed: bool = False
+) -> tuple[ModelSpec, Weights]:
+    """Return one whose layers are on a device: RMS norms, no biases. `normed`: heads, too."""
     spec = ModelSpec("llama", DIM, FFN_DIM, layers, HEADS, KV_HEADS, HEAD, 64, 256, "rms", 1e-5, activation)
-    spec = replace(spec, n_experts=experts, n_experts_active=1)
+    spec = replace(spec, n_experts=experts, n_experts_active=1, qk_norm=normed)
     norm = Norm(np.ones(DIM, np.float32), None)
     of_down = (FFN_DIM, DIM) if spec.sparse else (DIM, FFN_DIM)
     gates, ups, downs = (rows(format, experts * n, m) for n, m in ((FFN_DIM, DIM), (FFN_DIM, DIM), of_down))
@@ -77,6 +81,8 @@ def llama(format: str, layers: int, activation: str = "silu", experts: int = 1) 
         ffn_norm=norm,
         experts=tuple(FFN((part,), None, spec.sparse) for part in parts),
     )
+    if normed:
+        layer = replace(layer, q_norm=np.ones(HEAD, np.float32), k_norm=np.ones(HEAD, np.float32))
     if experts > 1:
         router = Linear(np.zeros((experts, DIM), np.float32), None)
         layer = replace(layer, router=router, router_copies={"gpu:0": rows(format, experts, DIM)})
@@ -93,9 +99,10 @@ def of_step(
     layers: int,
     activation: str = "silu",
     experts: int = 1,
+    normed: bool = False,
 ) -> list[str]:
     """Return the launches of a step, in order."""
-    spec, weights = llama(format, layers, activation, experts)
+    spec, weights = llama(format, layers, activation, experts, normed)
     limits = StepLimits(max(tokens, 4), 4, spec.max_context, BLOCK)
     ops = GpuOps((device,), kernels, CpuOps(1), spec, limits)
     kv = KVCache(spec, 2, storage=lambda layer, shape: pages_on(device, shape))
@@ -109,10 +116,9 @@ def of_step(
 @pytest.mark.parametrize(
     "format, tokens, wanted",
     [
-        ("f16", 1, ["norm", "matmul_few", "rope_store", "attend", "join_spans", "matmul_few", "norm",
-                    "gate_up_few", "matmul_few"]),
-        ("q4_0", 1, ["norm", "quantise", "matmul_few", "rope_store", "attend", "join_spans", "quantise",
-                     "matmul_few", "norm", "quantise", "gate_up_few", "quantise", "matmul_few"]),
+        (format, 1, ["norm", "heads_few", "attend", "matmul_few", "norm", "gate_up_few", "matmul_few"])
+        for format in ("f16", "q4_0")
+    ] + [
         ("f16", 17, ["norm", "matmul_many", "rope_store", "attend_many", "join_spans", "matmul_many", "norm",
                      "matmul_many", "matmul_many", "activate", "matmul_many"]),
     ],
@@ -129,12 +135,24 @@ def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], 
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched) -> None:
     """Of dense and sparse FFNs, and of mixtures of both: as many whatever the number of experts."""
-    for activation, experts in (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3), ("silu", 8)):
-        one, two = (of_step(*launched, format, tokens, n, activation, experts) for n in (1, 2))
+    kinds = (("silu", 1), ("relu", 1), ("silu", 3), ("relu", 3), ("silu", 8))
+    for (activation, experts), normed in itertools.product(kinds, (False, True)):
+        one, two = (of_step(*launched, format, tokens, n, activation, experts, normed) for n in (1, 2))
         begin, ffn = (i for i, name in enumerate(one) if name == "norm" and i < len(two) - len(one) + 1)
-        spec, _ = llama(format, 1, activation, experts)
-        counted = launches(divides(spec, 0), False, format, Work("exact", tokens, experts=experts))
+        spec, _ = llama(format, 1, activation, experts, normed)
+        work, more = Work("exact", tokens, experts=experts), apart(spec, 0, spec.max_context)
+        counted = launches(divides(spec, 0), False, work, more)
         assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)
+
+
+def test_many_spans_are_joined_by_a_launch_of_their_own(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _ = llama("f16", 1)
+    assert spec.max_context == 256 and device_sizes.spans(256, 1) == 2
+    for most, joined in ((2 * 2 * HEAD, 0), (2 * 2 * HEAD - 1, 1)):
+        monkeypatch.setattr(device_sizes, "JOINED_APART", most)
+        assert of_step(*launched, "f16", 1, 1).count("join_spans") == apart(spec, 0, 256) == joined
 
 
 def test_launches_overlap_where_that_is_asked_for_and_the_card_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_ffn import PartQueue, pairs_of
 from thermocline.ops.device_layers import Binder, DeviceMixer
+from thermocline.ops.device_rows import Operand
 from thermocline.ops.device_sizes import StepLimits, device_bytes, host_bytes
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, Batch, FFNStats, Weights
@@ -175,9 +176,9 @@ def test_a_mixers_kernels_are_the_reference(name: str, kernels: Kernels) -> None
         reference.mixer_add(want, want, reference.bind_mixer(spec, layer), step, theirs)
         normed = reference.norm(part, layer.attn_norm.weight, None, spec.norm_eps, "rms")  # type: ignore[union-attr]
         mixers.begin(batch)
-        mixed = mixers.mix(b, kernels.put(normed), kernels.put(batch.sequence), ours)
+        mixed = mixers.mix(b, Operand(kernels.put(normed)), kernels.put(batch.sequence), ours)
         out = kernels.filled(len(part), spec.dim)
-        queue.times(out, b.out, mixed)
+        queue.times(out, b.out, Operand(mixed))
         got = out.cpu().numpy()
         assert nmse(got, (want - part) / np.float32(spec.residual_scale)) <= 1e-9
         written = ours.cpu().numpy()

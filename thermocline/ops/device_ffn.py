@@ -6,7 +6,7 @@ computes its part beside the first one and the CPU, and returns one sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.device import Device
 from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart, DeviceShared
-from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
+from thermocline.ops.device_rows import DeviceRows, Kernels, Operand, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
 Seen = Callable[[Device, "NeuronPlace", Tensor], None]  # told the neurons [tokens, n] that a queue computed
@@ -94,11 +94,22 @@ class PartQueue:
         """Return a step's counts to RAM."""
         self.device.copy(self.counts[1], self.counts[0])
 
-    def times(self, y: Tensor, w: DeviceLinear, x: Tensor, add: bool = False) -> None:
-        self.device.run(self.kernels.matmul, y, w.weight, x, w.bias, add, self.scratch)
+    def ints(self, name: str, tokens: int, readers: Iterable[DeviceRows], times: int = 1) -> Vector:
+        """Return where what these matrices read goes in int8, too: once for all of them, with what makes it.
+
+        None: they read floats. `times`: a token has as many of their inputs, side by side.
+        """
+        columns = {w.columns for w in readers if w.takes_ints}
+        if tokens > device_sizes.FEW or not columns:
+            return None
+        (n,) = columns
+        return self._pairs[f"{name} ints"][0][: device_sizes.quantised_words(tokens, n * times)]
+
+    def times(self, y: Tensor, w: DeviceLinear, x: Operand, add: bool = False) -> None:
+        self.device.run(self.kernels.matmul, y, w.weight, x.x, w.bias, add, self.scratch, x.ints)
 
     def add(
-        self, p: DevicePart, normed: Tensor, named: Vector, weights: Vector, y: Tensor, add: bool
+        self, p: DevicePart, normed: Operand, named: Vector, weights: Vector, y: Tensor, add: bool
     ) -> None:
         """y (+)= the part's neurons. `named`: bits of the neurons of all parts."""
         if p.whole:
@@ -110,7 +121,7 @@ class PartQueue:
             mine = None if named is None else named[:, p.first // 8 : p.first // 8 + -(-p.neurons // 8)]
             self._bundles(p, NeuronPlace(0, p.experts, p.first), normed, mine, weights, y, add)
 
-    def shared(self, f: DeviceShared, normed: Tensor, y: Tensor, add: bool) -> None:
+    def shared(self, f: DeviceShared, normed: Operand, y: Tensor, add: bool) -> None:
         """y (+)= the FFN of every token."""
         opened = None
         if f.router is not None:
@@ -119,13 +130,16 @@ class PartQueue:
             self.times(opened, f.router, normed)
         self._dense(f.part, normed, y, add, opened)
 
-    def _dense(self, p: DevicePart, normed: Tensor, y: Tensor, add: bool, opened: Vector = None) -> None:
+    def _dense(self, p: DevicePart, normed: Operand, y: Tensor, add: bool, opened: Vector = None) -> None:
         """`opened` [tokens, 1]: a token takes its sigmoid of the answer."""
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
-        h, up = self._hidden[0][: n * p.neurons].view(n, p.neurons), None
+        h, up = self._neurons(n, p), None
+        ints = self.ints("gate", n, [p.down])
+        made = None if opened is not None or p.sub_norm is not None else ints
         if n <= device_sizes.FEW:  # in one launch
-            what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu)
-            run(k.gate_up, h, *what, None, None, None, self.scratch, None, a.alpha)
+            what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu)
+            more = (None, None, None, self.scratch, None, a.alpha, False, normed.ints, made)
+            run(k.gate_up, h, *what, *more)
         else:
             self.times(h, p.gate, normed)
             if p.up is not None:
@@ -135,14 +149,14 @@ class PartQueue:
         if opened is not None:  # down has no bias
             run(k.open, h, opened)
         if p.sub_norm is not None:
-            run(k.norm, h, h, *parts(p.sub_norm))
-        self.times(y, DeviceLinear(p.down, None), h, add)
+            run(k.norm, h, h, *parts(p.sub_norm), made := ints)
+        self.times(y, DeviceLinear(p.down, None), Operand(h, made), add)
 
     def _bundles(
         self,
         p: DevicePart,
         place: NeuronPlace,
-        normed: Tensor,
+        normed: Operand,
         named: Vector,
         weights: Vector,
         y: Tensor,
@@ -159,43 +173,48 @@ class PartQueue:
                     one, shares = NeuronPlace(e, 1, place.first), weights[:, e : e + 1]
                     self._bundles(p.expert(e), one, normed, None, shares, y, add or e > 0)
                 return
-        h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
-        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu)
-        run(k.gate_up, h, *what, named, weights, self.counts[0], self.scratch)
+        h = self._neurons(n, p)
+        what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu)
+        more = (named, weights, self.counts[0], self.scratch, None, 1.0, False, normed.ints)
+        run(k.gate_up, h, *what, *more)
         if self.seen is not None:
             self.seen(self.device, place, h)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
         run(k.down, y, p.down, h, add, self.scratch)
 
-    def _experts(self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
+    def _neurons(self, tokens: int, p: DevicePart) -> Tensor:
+        return self._hidden[0][: tokens * p.neurons].view(tokens, p.neurons)
+
+    def _experts(self, p: DevicePart, normed: Operand, weights: Tensor, y: Tensor, add: bool) -> None:
         """y (+)= whole experts that some token goes to."""
         self._down(p, self._gate_up(p, normed, weights), weights, y, add)
         self._answers(p, weights, y)
 
-    def _gate_up(self, p: DevicePart, normed: Tensor, weights: Tensor) -> Tensor:
+    def _gate_up(self, p: DevicePart, normed: Operand, weights: Tensor) -> Operand:
         """Return the neurons of whole experts, for `_down`."""
         n, a = len(normed), p.activation
         if n > device_sizes.FEW:
-            return self._gate_up_pairs(p, normed, weights)
-        h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
-        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu, None, weights)
-        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input)
+            return Operand(self._gate_up_pairs(p, normed, weights))
+        h, ints = self._neurons(n, p), self.ints("gate", n, [p.down], p.experts)
+        what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu, None, weights)
+        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input, normed.ints, ints)
         self.device.run(self.kernels.gate_up, h, *what, *more)
-        return h
+        return Operand(h, ints)
 
-    def _down(self, p: DevicePart, h: Tensor, weights: Tensor, y: Tensor, add: bool) -> None:
+    def _down(self, p: DevicePart, h: Operand, weights: Tensor, y: Tensor, add: bool) -> None:
         if len(y) > device_sizes.FEW:
-            self._down_pairs(p, h, weights, y, add)
+            self._down_pairs(p, h.x, weights, y, add)
         else:
-            self.device.run(self.kernels.down_experts, y, p.down, h, weights, add, self.scratch)
+            more = (weights, add, self.scratch, h.ints)
+            self.device.run(self.kernels.down_experts, y, p.down, h.x, *more)
 
-    def _gate_up_pairs(self, p: DevicePart, normed: Tensor, weights: Tensor) -> Tensor:
+    def _gate_up_pairs(self, p: DevicePart, normed: Operand, weights: Tensor) -> Tensor:
         """Return the neurons of more tokens: of each those of its experts, which are sorted in scratch."""
         a, n, active = p.activation, p.neurons // p.experts, self._active(p)
         pairs = len(normed) * active
         h = self._hidden[0][: pairs * n].view(pairs, n)
-        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu, weights, active)
+        what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu, weights, active)
         more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input)
         self.device.run(self.kernels.gate_up_pairs, h, *what, *more)
         return h
@@ -210,12 +229,18 @@ class PartQueue:
 
     def _answers(self, p: DevicePart, weights: Tensor, y: Tensor) -> None:
         if p.answers is not None:
-            self.device.run(self.kernels.matmul, y, p.answers, weights, None, True, self.scratch)
+            self.times(y, DeviceLinear(p.answers, None), Operand(weights), True)
 
     # ---- neurons that lie in RAM
 
     def send(
-        self, pinned: Sequence[DevicePart], normed: Tensor, weights: Vector, y: Tensor, *, ahead: bool = False
+        self,
+        pinned: Sequence[DevicePart],
+        normed: Operand,
+        weights: Vector,
+        y: Tensor,
+        *,
+        ahead: bool = False,
     ) -> int:
         """y += the neurons of parts in RAM, one for each expert, piece by piece; -> the up and down rows.
 
@@ -244,7 +269,7 @@ class PartQueue:
         return before[1] if len(before) == 2 and before[0] is p else None
 
     def _send_experts(
-        self, p: DevicePart, normed: Tensor, weights: Tensor, y: Tensor, following: DevicePart | None
+        self, p: DevicePart, normed: Operand, weights: Tensor, y: Tensor, following: DevicePart | None
     ) -> None:
         """y += whole experts in RAM, each in two pieces: its gate and up rows, then its down rows."""
         each = [p.expert(e) for e in range(p.experts)]
@@ -308,7 +333,7 @@ def _pieces(expert: DevicePart) -> tuple[tuple[DeviceRows, ...], tuple[DeviceRow
 class BegunFFN:
     """An FFN of which the CPU and other GPUs compute their parts: what the first one needs for its own."""
 
-    normed: Tensor
+    normed: Operand
     norm: DeviceNorm | None  # that made it
     named: Vector  # bits of the neurons to be computed; None: all
     own: Vector  # shares of the first GPU's experts
@@ -354,7 +379,7 @@ class SideGpu:
             assert self._weights is not None
             weights = self._weights.view(-1)[: given.weights.numel()].view(given.weights.shape)
             device.copy(weights, given.weights)
-        self.queue.add(p, normed, named, weights, self._sum[0][:n], add=False)
+        self.queue.add(p, Operand(normed), named, weights, self._sum[0][:n], add=False)
         device.copy(self._sum[1][:n], self._sum[0][:n])
         self._done = device.mark()
 

@@ -102,6 +102,12 @@ class DeviceAttention:
     latent: DeviceLatent | None = None
 
     @property
+    def readers(self) -> tuple[DeviceRows, ...]:
+        """Return what reads the normed stream."""
+        first = self.qkv if self.latent is None else (self.latent.queries, self.latent.latent)
+        return tuple(x.weight for x in (*first, self.gate) if x is not None)
+
+    @property
     def context(self) -> int:
         """Return the size of what it gives: all heads' values."""
         return self.heads.n * self.heads.dim
@@ -168,6 +174,10 @@ class DevicePart:
     @property
     def neurons(self) -> int:
         return self.gate.weight.rows
+
+    @property
+    def readers(self) -> tuple[DeviceRows, ...]:
+        return (self.gate.weight,) if self.up is None else (self.gate.weight, self.up)
 
     @property
     def counted(self) -> bool:
@@ -237,6 +247,20 @@ class DeviceFFN:
     def own(self) -> DevicePart | None:
         """Return the part on the first GPU."""
         return next((p for p in self.parts if p.gpu == 0), None)
+
+    @property
+    def readers(self) -> tuple[DeviceRows, ...]:
+        """Return what reads the normed stream on the first GPU."""
+        parts = [*(p for p in self.parts if p.gpu == 0), *self.pinned]
+        found = list[DeviceRows | None]()
+        if self.shared is not None:
+            parts.append(self.shared.part)
+        if self.route is not None:
+            found.append(self.route.router.weight)
+        if self.predictor is not None:
+            found.append(self.predictor.first)
+        found += (w for p in parts for w in p.readers)
+        return tuple(w for w in found if w is not None)
 
     @property
     def others(self) -> tuple[DevicePart, ...]:

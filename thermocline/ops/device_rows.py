@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from thermocline.model.formats import FORMATS
 from thermocline.model.quant import row_bytes
 from thermocline.model.spec import Recurrent, Router
 from thermocline.model.tensors import RowPart
@@ -52,6 +53,11 @@ class DeviceRows:
         return self.rows, self.columns
 
     @property
+    def takes_ints(self) -> bool:
+        """Return whether few tokens meet it in int8: it is in blocks."""
+        return self.format != SIGNS and FORMATS[self.format].block > 1
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the weights, without what lies between rows."""
         return self.rows * self.row_bytes
@@ -76,16 +82,29 @@ def joined(parts: Sequence[DeviceRows]) -> DeviceRows:
     return replace(first, data=first.data.as_strided(shape, first.data.stride()))
 
 
+@dataclass(frozen=True)
+class Operand:
+    """Vectors that matrices read."""
+
+    x: torch.Tensor  # [tokens, columns]
+    ints: Vector = None  # the same in int8 (`Scratch.quantised`), if what made x wrote that, too
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
 class Scratch:
     """Memory that one call at a time uses between its passes: calls on different streams need their own."""
 
     def __init__(self, floats: torch.Tensor, sizes: KernelSizes) -> None:
-        """`floats`: of sizes.scratch_bytes."""
+        """`floats`: zeros of sizes.scratch_bytes."""
         self.floats, self.sizes = floats, sizes
+        # i32, 0 between calls: programs that are done, of those that make something together.
+        self.arrivals = floats[len(floats) - sizes.arrivals :].view(torch.int32)
 
     @staticmethod
     def of(sizes: KernelSizes, device: torch.device | str) -> Scratch:
-        return Scratch(torch.empty(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
+        return Scratch(torch.zeros(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
 
     def take(self, *shape: int) -> torch.Tensor:
         """f32 of that shape, from the start: whatever was there is gone."""
@@ -116,7 +135,7 @@ class Scratch:
         scale (f32); then the sums of their halves, two i16.
         """
         size = device_sizes.quantised_words(tokens, columns)
-        room = self.floats[self.sizes.floats :]
+        room = self.floats[self.sizes.floats : len(self.floats) - self.sizes.arrivals]
         assert size <= room.numel(), f"{tokens} tokens of {columns} in int8, made for {self.sizes}"
         return room[:size].view(torch.int32)
 
@@ -127,7 +146,15 @@ class Kernels(Protocol):
     def embed(self, out: torch.Tensor, table: DeviceRows, ids: torch.Tensor, scale: float, /) -> None: ...
 
     def norm(
-        self, out: torch.Tensor, x: torch.Tensor, weight: Vector, bias: Vector, eps: float, layer: bool, /
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: Vector,
+        bias: Vector,
+        eps: float,
+        layer: bool,
+        ints: Vector = None,
+        /,
     ) -> None: ...
 
     def choose(
@@ -155,7 +182,15 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def matmul(
-        self, out: torch.Tensor, w: DeviceRows, x: torch.Tensor, bias: Vector, add: bool, scratch: Scratch, /
+        self,
+        out: torch.Tensor,
+        w: DeviceRows,
+        x: torch.Tensor,
+        bias: Vector,
+        add: bool,
+        scratch: Scratch,
+        ints: Vector = None,
+        /,
     ) -> None: ...
 
     def rope_store(
@@ -172,6 +207,24 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
+    def project_heads(
+        self,
+        qkv: torch.Tensor,
+        parts: Sequence[tuple[DeviceRows, Vector]],
+        x: torch.Tensor,
+        heads: Heads,
+        cos: Vector,
+        sin: Vector,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        table: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scratch: Scratch,
+        ints: Vector = None,
+        /,
+    ) -> None: ...
+
     def attention(
         self,
         out: torch.Tensor,
@@ -183,6 +236,7 @@ class Kernels(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         scratch: Scratch,
+        ints: Vector = None,
         /,
     ) -> None: ...
 
@@ -286,6 +340,8 @@ class Kernels(Protocol):
         up_bias: Vector = None,
         alpha: float = 1.0,
         scales_input: bool = False,
+        ints: Vector = None,
+        h_ints: Vector = None,
         /,
     ) -> None: ...
 
@@ -301,6 +357,7 @@ class Kernels(Protocol):
         weights: torch.Tensor,
         add: bool,
         scratch: Scratch,
+        ints: Vector = None,
         /,
     ) -> None: ...
 
@@ -358,5 +415,6 @@ class Kernels(Protocol):
         relu: bool,
         x: torch.Tensor,
         scratch: Scratch,
+        ints: Vector = None,
         /,
     ) -> None: ...

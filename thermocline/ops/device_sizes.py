@@ -12,6 +12,9 @@ from thermocline.ops.interface import FEW as GUESSED
 
 FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
 SPAN = 128  # positions, or neurons, that one program adds up before sums are joined in order
+# Of a kv head's spans, at most; 64 of four heads: a program reads them in about 1.2 us more than one program
+# for each head would, and a launch costs 1.2 to 2 us. By arithmetic.
+JOINED_APART = 64 * 4 * 128
 MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
 PAIRS = 32  # (token, expert) pairs of a tile: of one expert, multiplied at once
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
@@ -43,9 +46,17 @@ class KernelSizes:
 
     @property
     def scratch_bytes(self) -> int:
-        """Floats, and behind them inputs of few tokens in int8."""
-        widest = max(self.columns, self.dim, self.neurons, self.heads * self.head_dim, self.rank)
-        return 4 * (self.floats + quantised_words(min(self.tokens, FEW), widest))
+        """Floats, behind them inputs of few tokens in int8, and `Scratch.arrivals`."""
+        return 4 * (self.floats + quantised_words(min(self.tokens, FEW), self._widest) + self.arrivals)
+
+    @property
+    def _widest(self) -> int:
+        return max(self.columns, self.dim, self.neurons, self.heads * self.head_dim, self.rank)
+
+    @property
+    def arrivals(self) -> int:
+        """Count what programs make together: blocks of 32 neurons, or heads of few tokens."""
+        return max(-(-self._widest // 32), min(self.tokens, FEW) * self.heads)
 
     @property
     def floats(self) -> int:
@@ -98,6 +109,13 @@ def spans(positions: int, tokens: int) -> int:
     return -(-positions // span_of(tokens))
 
 
+def joins_at_once(spans: int, group: int, head_dim: int) -> bool:
+    """Return whether few tokens' spans are joined where they are made: not where one program would read more
+    than another launch costs, of a `group` of heads.
+    """
+    return head_dim <= 128 and spans * group * head_dim <= JOINED_APART
+
+
 @dataclass(frozen=True)
 class StepLimits:
     """The largest step that buffers are made for."""
@@ -140,6 +158,7 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made = {f"stream {i}": stream for i in range(STREAMS)}
     made |= {name: stream for name in ("normed", "sum", "cold")}
     made |= {name: Buffer((s.tokens, n), here=0) for name, n in _attention(spec).items()}
+    made |= _ints(spec, min(s.tokens, FEW))
     always = s.tokens * max(spec.shared_dim, spec.dense_dim)
     made["gate"] = Buffer((max(_activations(spec, s), always),), here=0)
     if not spec.sparse or spec.shared_dim:
@@ -186,6 +205,20 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
         made |= {f"piece {i}": Buffer((size,), "u8", here=0) for i in range(2)}
     made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=0)
     return made
+
+
+def _ints(spec: ModelSpec, tokens: int) -> dict[str, Buffer]:
+    """Return what few tokens' vectors are in int8, too, for all matrices that read them."""
+    columns = {"normed": spec.dim}
+    if spec.parallel:
+        columns["begun"] = spec.dim
+    if not spec.sparse or spec.shared_dim:
+        columns["gate"] = max(spec.ffn_dim * spec.n_experts, spec.shared_dim, spec.dense_dim)
+    if spec.latent is None and spec.attentions:
+        columns["attended"] = max(x.context for x in spec.attentions)
+    return {
+        f"{name} ints": Buffer((quantised_words(tokens, n),), "i32", here=0) for name, n in columns.items()
+    }
 
 
 def _choices(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:
@@ -249,7 +282,7 @@ def side_buffers(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:
     """Return all that `GpuOps` makes on another GPU than the first, which has neurons alone."""
     first = buffers(spec, s)
     made = {name: replace(first[name], here=0) for name in ("normed", "named")}
-    others = ("weights", "gate") if spec.sparse else ("weights", "gate", "up")
+    others = ("weights", "gate") if spec.sparse else ("weights", "gate", "gate ints", "up")
     made |= {name: replace(first[name], here=0) for name in others if name in first}
     made |= {name: replace(first[name], here=1) for name in ("sum", "counts")}
     made["scratch"] = Buffer((side_sizes(spec, s).scratch_bytes // 4,), here=0)

@@ -46,7 +46,7 @@ from thermocline.ops.device_layers import (
     DevicePerLayer,
     DeviceShared,
 )
-from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
+from thermocline.ops.device_rows import DeviceRows, Kernels, Operand, Scratch, Vector
 from thermocline.ops.device_sizes import STREAMS, StepLimits
 from thermocline.ops.interface import (
     F16,
@@ -485,7 +485,8 @@ class GpuOps:
             return here
         if isinstance(rows.weight, DeviceRows):
             self._to_device(x)
-            self._queue.times(there, DeviceLinear(rows.weight, self._vector(rows.bias)), x.device)
+            head = DeviceLinear(rows.weight, self._vector(rows.bias))
+            self._queue.times(there, head, Operand(x.device))
             if self._now.chooses:
                 return there
             self.device.copy(here, there)
@@ -508,7 +509,7 @@ class GpuOps:
         there, here = (part[: h.tokens] for part in self._weights)
         if isinstance(bound, DeviceFFN):
             self._to_device(h)
-            self._weigh(bound, h.device, h.device)
+            self._weigh(bound, Operand(h.device), h.device)
             return cast("F32", there)
         assert isinstance(bound, _native.Mixture)
         self._to_host(h)
@@ -539,13 +540,15 @@ class GpuOps:
         if early is not None:
             self._see(x)
         self._to_device(x)
-        h = self._hidden_of(x.tokens)
+        h, ints = self._hidden_of(x.tokens), None
         if early is None or early.norm is None:
             self.device.run(h.device.copy_, x.device)
         else:
-            self.device.run(self.kernels.norm, h.device, x.device, *parts(early.norm))
+            ints = self._queue.ints("begun", x.tokens, early.readers)
+            self.device.run(self.kernels.norm, h.device, x.device, *parts(early.norm), ints)
         if early is not None:
-            h.begun = self._begin(early, h.device, x.device, sparsity, cast("Tensor | None", shares))
+            normed = Operand(h.device, ints)
+            h.begun = self._begin(early, normed, x.device, sparsity, cast("Tensor | None", shares))
         return h
 
     def attention_add(self, x: Hidden, h: Hidden, b: BoundAttention, step: DeviceStep, kv: KVLayer) -> None:
@@ -553,33 +556,45 @@ class GpuOps:
             self._to_host(x)
             self._host().attention(x.array, x.array, b, step.slot, kv.native)
             return
-        normed = self._input_of(b.norm, x, h)
+        normed = self._input_of(b.norm, x, h, b.readers)
         if b.latent is None:
             attended = self._attend(b, normed, step, kv)
         else:
             attended = self._latent.attend(b, b.latent, normed, step, kv)
         self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
 
-    def _attend(self, b: DeviceAttention, normed: Tensor, step: DeviceStep, kv: KVLayer) -> Tensor:
-        n, run, k, heads, first = len(normed), self.device.run, self.kernels, b.heads, 0
+    def _attend(self, b: DeviceAttention, normed: Operand, step: DeviceStep, kv: KVLayer) -> Operand:
+        n, run, k, heads = len(normed), self.device.run, self.kernels, b.heads
         qkv, attended = self._rows_of("qkv", n, heads.width), self._rows_of("attended", n, b.context)
-        for part in b.qkv:
-            self._queue.times(qkv[:, first : first + part.weight.rows], part, normed)
-            first += part.weight.rows
-        ends = heads.n * heads.dim, (heads.n + heads.n_kv) * heads.dim
-        for norm, heads_of in zip(b.whole_norms, (qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]), strict=True):
-            if norm is not None:
-                run(k.norm, heads_of, heads_of, norm.weight, None, norm.eps, False)
         where = (step.positions, step.sequence, step.table, kv.k, kv.v)
-        run(k.rope_store, qkv, b.heads, step.cos, step.sin, *where)
-        run(k.attention, attended, qkv, b.heads, *where, self._queue.scratch)
+        if any(b.whole_norms):
+            self._project_normed(b, qkv, normed)
+            run(k.rope_store, qkv, heads, step.cos, step.sin, *where)
+        else:
+            made_by = [(part.weight, part.bias) for part in b.qkv]
+            more = (step.cos, step.sin, *where, self._queue.scratch, normed.ints)
+            run(k.project_heads, qkv, made_by, normed.x, heads, *more)
+        ints = self._queue.ints("attended", n, [b.out.weight])
+        made = None if b.gate is not None or b.sub_norm is not None or heads.dim % 32 else ints
+        run(k.attention, attended, qkv, b.heads, *where, self._queue.scratch, made)
         if b.gate is not None:
             gates = self._rows_of("qkv", n, b.context)  # nobody needs the queries any more
             self._queue.times(gates, b.gate, normed)
             run(k.open, attended, gates)
         if b.sub_norm is not None:
-            run(k.norm, attended, attended, *parts(b.sub_norm))
-        return attended
+            run(k.norm, attended, attended, *parts(b.sub_norm), made := ints)
+        return Operand(attended, made)
+
+    def _project_normed(self, b: DeviceAttention, qkv: Tensor, normed: Operand) -> None:
+        """qkv, its heads under norms of all of them as one."""
+        first = 0
+        for part in b.qkv:
+            self._queue.times(qkv[:, first : first + part.weight.rows], part, normed)
+            first += part.weight.rows
+        ends = b.heads.n * b.heads.dim, (b.heads.n + b.heads.n_kv) * b.heads.dim
+        for norm, heads_of in zip(b.whole_norms, (qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]), strict=True):
+            if norm is not None:
+                self.device.run(self.kernels.norm, heads_of, heads_of, norm.weight, None, norm.eps, False)
 
     def _rows_of(self, name: str, tokens: int, width: int) -> Tensor:
         """Return the start of a buffer as [tokens, width]: layers differ in their heads."""
@@ -601,10 +616,10 @@ class GpuOps:
         self._to_device(x)
         run, k, a = self.device.run, self.kernels, b.activation
         let_in, y = self._rows_of("let in", *there.shape), self._sum[0][: x.tokens]
-        self._queue.times(let_in, b.gate, x.device)
+        self._queue.times(let_in, b.gate, Operand(x.device))
         run(k.activate, let_in, let_in, None, a.kind, a.bound, False, a.alpha)
         run(let_in.mul_, there)
-        self._queue.times(y, b.down, let_in)
+        self._queue.times(y, b.down, Operand(let_in))
         run(k.add_normed, x.device, y, *parts(b.post_norm), 1.0)
         self._scale(x, b.scale)
 
@@ -623,8 +638,8 @@ class GpuOps:
             self._to_host(x)
             self._host().mixer(x.array, x.array, b, states)
             return
-        normed = self._input_of(b.norm_before, x, h)
-        mixed = self._mixers.mix(b, normed, step.sequence, cast("Tensor", states))
+        normed = self._input_of(b.norm_before, x, h, [part.weight for part in b.first])
+        mixed = Operand(self._mixers.mix(b, normed, step.sequence, cast("Tensor", states)))
         self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, mixed, add))
 
     def ffn_add(
@@ -663,7 +678,8 @@ class GpuOps:
         elsewhere = b.cold is not None or bool(b.others)
         begun = h.begun
         if begun is None:
-            normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
+            apart = elsewhere or b.route is not None
+            normed = self._normalised(b.norm, h, b.readers, apart=apart)
             begun = self._begin(b, normed, h.device, sparsity, shares)
         normed, sends = begun.normed, begun.sends
         self._count(b, x.tokens)
@@ -693,7 +709,7 @@ class GpuOps:
         self._scale(x, b.scale)
 
     def _begin(
-        self, b: DeviceFFN, normed: Tensor, stream: Tensor, sparsity: str, shares: Tensor | None
+        self, b: DeviceFFN, normed: Operand, stream: Tensor, sparsity: str, shares: Tensor | None
     ) -> BegunFFN:
         """Ask which neurons and experts are wanted, and queue the parts of others."""
         named = self._guess(b, normed, sparsity)
@@ -703,11 +719,11 @@ class GpuOps:
         shares_of = self._parted(b, weights)
         sends = bool(b.pinned) and named is None and len(normed) >= self.send_from  # all of them, unasked
         if b.others or (b.cold is not None and not sends):
-            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, (named, shares_of))
+            self._begin_elsewhere(b, None if sends else b.cold, normed.x, sparsity, (named, shares_of))
         return BegunFFN(normed, b.norm, named, shares_of.own, shares_of.cold, sends)
 
     def _beside(
-        self, f: DeviceShared, normed: Tensor, stream: Tensor, experts: Half, y: Tensor, add: bool
+        self, f: DeviceShared, normed: Operand, stream: Tensor, experts: Half, y: Tensor, add: bool
     ) -> None:
         """y (+)= the FFN of every token, while others compute experts, and their sum: each under its norm."""
         if f.experts_norm is None:
@@ -719,7 +735,7 @@ class GpuOps:
         if not add:
             run(y.zero_)
         run(k.norm, aside, stream, *parts(f.norm))
-        self._queue.shared(f, aside, aside, False)
+        self._queue.shared(f, Operand(aside), aside, False)
         run(k.add_normed, y, aside, *parts(f.post_norm), 1.0)
         experts(aside, False)
         run(k.add_normed, y, aside, *parts(f.experts_norm), 1.0)
@@ -738,7 +754,7 @@ class GpuOps:
         self._now.known.neurons += x.tokens * b.neurons
         self._now.known.gates_dense += b.neurons
 
-    def _guess(self, b: DeviceFFN, normed: Tensor, sparsity: str) -> Tensor | None:
+    def _guess(self, b: DeviceFFN, normed: Operand, sparsity: str) -> Tensor | None:
         """[tokens, neurons / 8] bits of those to be computed, or None: all."""
         p, n = b.predictor, len(normed)
         if p is None or sparsity != "predict" or n > FEW:
@@ -753,14 +769,15 @@ class GpuOps:
             p.threshold,
             p.hot,
             p.relu,
-            normed,
+            normed.x,
             self._queue.scratch,
+            normed.ints,
         )
         size = 0 if p.first is None else p.first.rows * p.first.row_bytes
         self._now.known.predictor_bytes += size + (b.neurons - p.hot) * (p.second.row_bytes + 4)
         return named
 
-    def _weigh(self, b: DeviceFFN, normed: Tensor, stream: Tensor) -> Tensor | None:
+    def _weigh(self, b: DeviceFFN, normed: Operand, stream: Tensor) -> Tensor | None:
         """[tokens, experts]: how much of each expert a token gets. The CPU is told, so that both agree."""
         r, run = b.route, self.device.run
         if r is None or self._routed is None or self._weights is None:
@@ -768,8 +785,8 @@ class GpuOps:
         logits, weights = (part[0][: len(normed)] for part in (self._routed, self._weights))
         seen = normed
         if r.norm is not None:
-            seen = self._pairs["aside"][0][: len(normed)]
-            run(self.kernels.norm, seen, stream, *parts(r.norm))
+            seen = Operand(self._pairs["aside"][0][: len(normed)])
+            run(self.kernels.norm, seen.x, stream, *parts(r.norm))
         self._queue.times(logits, r.router, seen)
         run(self.kernels.route, weights, logits, r.active, r.rule, r.selection_bias, r.expert_scale)
         if self._watched is not None:
@@ -872,26 +889,31 @@ class GpuOps:
 
     # ---- helpers
 
-    def _input_of(self, norm: DeviceNorm | None, x: Hidden, h: Hidden) -> Tensor:
+    def _input_of(
+        self, norm: DeviceNorm | None, x: Hidden, h: Hidden, readers: Sequence[DeviceRows]
+    ) -> Operand:
         """Return what attention or a mixer reads of x; an FFN that was begun may have it, in h."""
         self._to_device(x)
         begun = h.begun
         if begun is not None and norm is not None and norm.same_as(begun.norm):
             return begun.normed
-        return self._normalised(norm, x)
+        return self._normalised(norm, x, readers)
 
-    def _normalised(self, norm: DeviceNorm | None, h: Hidden, apart: bool = False) -> Tensor:
+    def _normalised(
+        self, norm: DeviceNorm | None, h: Hidden, readers: Sequence[DeviceRows], *, apart: bool = False
+    ) -> Operand:
         """`apart`: not h itself, which may be x: that changes while the CPU is still being sent it, and with
         each expert.
         """
-        made = self._normed[0][: h.tokens]
+        made, ints = self._normed[0][: h.tokens], None
         if norm is not None:
-            self.device.run(self.kernels.norm, made, h.device, *parts(norm))
+            ints = self._queue.ints("normed", h.tokens, readers)
+            self.device.run(self.kernels.norm, made, h.device, *parts(norm), ints)
         elif apart:
             self.device.run(made.copy_, h.device)
         else:
-            return h.device
-        return made
+            return Operand(h.device)
+        return Operand(made, ints)
 
     def _join(self, x: Hidden, how: DeviceJoin, half: Half) -> None:
         if how.plain:

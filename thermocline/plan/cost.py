@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.machine.tiers import DiskTier, Kernel, Tiers
-from thermocline.model.formats import FORMATS
 from thermocline.model.sizes import FormatRead, LayerSizes, ModelSizes, PartSize, joined
 from thermocline.model.sizes import Reads as FormatReads
 from thermocline.ops import device_sizes
@@ -41,7 +40,7 @@ MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
 # Neurons that a predictor names for one that is active, where it does not say; published ones: 1.2 to 1.8.
 EXCESS = 1.5
 PREDICT_TOKENS = FEW  # more tokens a step run `exact`
-PREDICTOR_LAUNCHES = 5  # GPU kernels: two products, their inputs in int8, the names
+PREDICTOR_LAUNCHES = 4  # GPU kernels: two products, the second's input in int8, the names
 PAGE = 4096
 IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
 MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
@@ -208,6 +207,7 @@ class LayerWork:
     width: int = 0  # neurons of an expert
     parallel: bool = False  # its FFN reads what attention does: others begin before the GPU attends
     dense: bool = False  # it has no experts, though the model may be a mixture
+    apart: int = 0  # kernels of attention's that another one does not do, too
 
     def own(self, work: Work) -> Work:
         """Return the step as this layer sees it."""
@@ -225,7 +225,7 @@ class LayerWork:
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
         alike = self.reads is other.reads and (self.on_gpu, self.shared) == (other.on_gpu, other.shared)
-        alike &= (self.width, self.dense) == (other.width, other.dense)
+        alike &= (self.width, self.dense, self.apart) == (other.width, other.dense, other.apart)
         alike &= self.attention_on_gpu == other.attention_on_gpu
         return alike and kv and self.sizes == other.sizes
 
@@ -298,21 +298,20 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
     return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
-def launches(on_gpu: str, shared: bool, format: str, work: Work) -> tuple[int, int]:
-    """Return the kernels of (attention, an FFN) on a GPU. `on_gpu`, `shared`: as `LayerWork`'s.
+def launches(on_gpu: str, shared: bool, work: Work, apart: int = 0) -> tuple[int, int]:
+    """Return the kernels of (attention, an FFN) on a GPU. All but `work` are as `LayerWork`'s.
 
-    Attention is a norm, q k v, rope with the store, scores, their spans' join, and out; an FFN a norm, gate
-    with up, and down, whose sums are joined where it has a row for each neuron. A router is a product and the
-    choice. Inputs of few tokens become int8 for weights in blocks: a kernel for each input. Where both halves
-    have one norm, it is one launch fewer: no shape says so.
+    Attention is a norm, q k v, rope with the store, scores, their spans' join, and out; of few tokens q k v
+    does rope and the store, too, and scores are joined at once, but for what is `apart`. An FFN is a norm,
+    gate with up, and down, whose sums are joined where it has a row for each neuron. A router is a product
+    and the choice. For weights in blocks what makes their inputs writes int8, too. Where both halves have one
+    norm, it is one launch fewer: no shape says so.
     """
     mixture = on_gpu != "all" and work.experts > 1
     if work.batch > device_sizes.FEW:
         # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts.
         return 6, 5 + 2 * mixture + 4 * shared
-    ints = int(FORMATS[format].block > 1)
-    ffn = 4 + ints if on_gpu == "any" else 3 + 2 * ints
-    return 6 + 2 * ints, ffn + (2 + ints) * mixture + (2 + 2 * ints) * shared
+    return 4 + apart, 3 + (on_gpu == "any") + 2 * mixture + 2 * shared
 
 
 def tokens_met(on_gpu: str, work: Work) -> float:
@@ -343,7 +342,7 @@ def layer_times(
     if has_gpu:
         assert v.tiers.gpu is not None
         launch_us = v.tiers.gpu.launch_us
-        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, v.format, work)
+        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, work, layer.apart)
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + of_attention * launch_us
         attends = np.where(a, here, 0.0)
         asking = v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)

@@ -18,7 +18,7 @@ from thermocline.machine.tiers import Tiers
 from thermocline.model.modes import NO_PROMPT_CACHE, PLAIN, CacheTypes, PromptCacheLimits
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.device_sizes import ROUNDING_BYTES, device_bytes, host_bytes
+from thermocline.ops.device_sizes import ROUNDING_BYTES, device_bytes, host_bytes, joins_at_once, spans
 from thermocline.ops.device_sizes import StepLimits as Limits
 from thermocline.plan.cost import EXCESS, MATRIX_SHARE, LayerWork, Reads, Speeds, Work
 from thermocline.plan.hotness import Hotness, in_turn
@@ -189,13 +189,30 @@ class Problem:
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
             width = self.spec.ffn(i).width
             dim, parallel = self.spec.dim, self.spec.parallel
-            how = (where, None, shared, width, parallel, experts <= 1)
+            more = apart(self.spec, i, self.ask.context)
+            how = (where, None, shared, width, parallel, experts <= 1, more)
             yield LayerWork(sizes, reads, kept, kv_read, dim, *how)
 
 
 def takes_experts(spec: ModelSpec) -> bool:
     """Return whether a GPU can have whole experts of a model."""
     return any(divides(spec, i) == "experts" for i in range(spec.n_layers))
+
+
+def apart(spec: ModelSpec, layer: int, context: int) -> int:
+    """Return the kernels of few tokens' attention on a GPU that other models' do not need.
+
+    One turns and stores heads whose elements depend on more than one of the other half: under a norm, or
+    turned in part. One joins spans where they are many.
+    """
+    shape = spec.attention(layer)
+    if shape is None or shape.latent is not None:
+        return 0
+    turns = spec.turns(layer)
+    in_part = turns and spec.rotary_dim not in (None, shape.head_dim)
+    stores = spec.qk_norms(layer) or spec.v_norm or in_part or (not turns and spec.attention_tuning != 0)
+    joins = not joins_at_once(spans(context, 1), shape.heads // shape.kv_heads, shape.head_dim)
+    return int(stores) + int(joins)
 
 
 def divides(spec: ModelSpec, layer: int) -> str:

@@ -7,8 +7,9 @@ no value of the device is read on the host, but for sequences' runs of rows and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -33,9 +34,22 @@ def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
     torch.mul(_decode(table, table.data[ids]), scale, out=out)
 
 
-def norm(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool) -> None:
-    """out [B, dim] = RMS norm of x, or layer norm; without a weight x as it is. out may be x."""
+def norm(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer: bool,
+    ints: Vector = None,
+) -> None:
+    """out [B, dim] = RMS norm of x, or layer norm; without a weight x as it is. out may be x.
+
+    ints: out goes there, too, in int8, as `Scratch.quantised` says. So in `attention`. `matmul`, `gate_up`
+    and `predict` are given that with x, for rows in blocks. Where they are not, they make it themselves.
+    """
     out.copy_(_normed(x, weight, bias, eps, layer))
+    _put_ints(ints, out)
 
 
 def add_normed(
@@ -45,13 +59,15 @@ def add_normed(
     x += scale * _normed(y, weight, bias, eps, layer)
 
 
-def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
+def matmul(
+    out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch, ints: Vector = None
+) -> None:
     """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
 
     out may be some columns of a wider tensor. Up to FEW tokens meet rows in blocks as the CPU's do, in int8
     (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`; more are floats.
     """
-    _put(out, _times(w, x, bias), add)
+    _put(out, _times(w, x, bias, ints), add)
 
 
 def rope_store(
@@ -97,6 +113,32 @@ def rope_store(
     v[page, :, slot] = values.to(v.dtype)
 
 
+def project_heads(
+    qkv: Tensor,
+    parts: Sequence[tuple[Rows, Vector]],
+    x: Tensor,
+    heads: Heads,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scratch: Scratch,
+    ints: Vector = None,
+) -> None:
+    """Makes qkv of x by matrices and their biases, the columns of one behind another's, then `rope_store`.
+
+    A matrix has whole heads. What is left of keys and values in qkv is not said.
+    """
+    first = 0
+    for w, bias in parts:
+        matmul(qkv[:, first : first + w.rows], w, x, bias, False, scratch, ints)
+        first += w.rows
+    rope_store(qkv, heads, cos, sin, positions, sequence, table, k, v)
+
+
 def attention(
     out: Tensor,
     qkv: Tensor,
@@ -107,10 +149,15 @@ def attention(
     k: Tensor,
     v: Tensor,
     scratch: Scratch,
+    ints: Vector = None,
 ) -> None:
-    """out [B, n * d]: each token's heads against its sequence's positions up to its own, which are stored."""
+    """out [B, n * d]: each token's heads against its sequence's positions up to its own, which are stored.
+
+    With `ints` d is a multiple of 32.
+    """
     for s in _pieces(len(qkv), table.shape[1] * v.shape[2] * heads.n_kv * heads.dim):
         _attend(out[s], qkv[s], heads, positions[s], sequence[s], table, k, v)
+    _put_ints(ints, out)
 
 
 def _attend(
@@ -335,6 +382,8 @@ def gate_up(
     up_bias: Tensor | None = None,
     alpha: float = 1.0,
     scales_input: bool = False,
+    ints: Vector = None,
+    h_ints: Vector = None,
 ) -> None:
     """h [B, n] = act(gate x + gate_bias) * (up x + up_bias).
 
@@ -344,9 +393,11 @@ def gate_up(
     counts i32 [4] += (token, neuron) pairs that are not 0, neurons whose gate is open for some token (their
     up rows are read), gate rows read, neurons that are not 0 for some token (`down` reads theirs). Of up to
     FEW tokens no other rows are read. Without counts, which FEW tokens may be, all are.
+    h_ints: h goes there in int8, too, but for experts that no token goes to; then no neurons are named.
     """
     what = gate, gate_bias, up, x, activation, bound, up_relu, named, weights, counts
-    _gate_up(_times, h, *what, up_bias, alpha, scales_input)
+    _gate_up(partial(_times, ints=ints), h, *what, up_bias, alpha, scales_input)
+    _put_ints(h_ints, h)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -354,13 +405,21 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     _put(out, _bundled(rows, h), add)
 
 
-def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
+def down_experts(
+    out: Tensor,
+    rows: Rows,
+    h: Tensor,
+    weights: Tensor,
+    add: bool,
+    scratch: Scratch,
+    ints: Vector = None,
+) -> None:
     """out [B, dim] (+)= the sum over experts of h [B, experts * n] times their rows [experts * dim, n].
 
     Experts that weights [B, experts] has for no token are not read. B is at most FEW.
     """
     experts, dim = weights.shape[1], out.shape[1]
-    h = _met(rows, h)
+    h = _met(rows, h, ints)
     y, needed = torch.zeros_like(out), (weights != 0).any(dim=0)
     for e, own in enumerate(h.view(len(h), experts, -1).unbind(dim=1)):
         mine = rows.data[e * dim : (e + 1) * dim]
@@ -516,6 +575,7 @@ def predict(
     relu: bool,
     x: Tensor,
     scratch: Scratch,
+    ints: Vector = None,
 ) -> None:
     """named u8 [B, ceil(n / 8)] = bits of the neurons with second . f(first . x) >= threshold f32 [n].
 
@@ -528,7 +588,7 @@ def predict(
         pieces = _pieces(second.rows, second.columns)
         scores = torch.cat([mine @ (2.0 * _bits(bytes_of[s], second.columns) - 1.0).T for s in pieces], dim=1)
     else:
-        code = x if first is None else _times(first, x, None)
+        code = x if first is None else _times(first, x, None, ints)
         scores = _times(second, code.clamp(min=0) if relu else code, None)
     bits = ~(scores < threshold)
     bits[:, :hot] = True
@@ -724,8 +784,8 @@ def _gate_up(
     h.copy_(a if share is None or scales_input else torch.where(wanted, a * share, zero))
 
 
-def _times(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    return _exactly(w, _met(w, x), bias)
+def _times(w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None) -> Tensor:
+    return _exactly(w, _met(w, x, ints), bias)
 
 
 def _exactly(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -748,11 +808,11 @@ def _pieces(n: int, each: int) -> list[slice]:
     return [slice(i, min(n, i + step)) for i in range(0, n, step)]
 
 
-def _met(w: Rows, x: Tensor) -> Tensor:
+def _met(w: Rows, x: Tensor, ints: Vector = None) -> Tensor:
     """Return x as these rows meet it."""
     if w.format in PLAIN or len(x) > FEW:
         return x
-    q, scales = _as_bytes(x)
+    q, scales = _as_bytes(x) if ints is None else _from_ints(ints)
     return (q * scales[..., None]).view(x.shape)
 
 
@@ -767,6 +827,32 @@ def _as_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(peak > 1e-36, 127.0 / peak, 0.0)
     q = torch.where((wrong == 0)[..., None], blocks * inverse[..., None], 0.0)
     return q.round(), peak / 127.0 + wrong
+
+
+def _put_ints(ints: Vector, x: Tensor) -> None:
+    """Write x in int8 as `Scratch.quantised` says, if there is a place for it."""
+    if ints is not None:
+        q, scales = _as_bytes(x)
+        numbers, of_blocks, halves = _in_ints(ints)
+        numbers.copy_(q.flatten())
+        of_blocks.copy_(scales.flatten())
+        halves.copy_(q.view(-1, 16).sum(dim=1))
+
+
+def _from_ints(ints: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers f32 [blocks, 32] and scales [blocks]."""
+    numbers, scales, _ = _in_ints(ints)
+    return numbers.view(-1, 32).float(), scales
+
+
+def _in_ints(ints: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where the numbers, the scales and the sums of halves are."""
+    n = len(ints) // 10  # blocks
+    return (
+        ints[: 8 * n].view(torch.int8),
+        ints[8 * n : 9 * n].view(torch.float32),
+        ints[9 * n :].view(torch.int16),
+    )
 
 
 def _put(out: Tensor, y: Tensor, add: bool) -> None:

@@ -37,25 +37,33 @@ TOKENS: tl.constexpr = tl.constexpr(4)  # at a time: of more, words of x take th
 
 @triton.jit
 def quantise(to, x, tokens, width, B: tl.constexpr):
-    """Program (token, B blocks): x [tokens, 32 * width] as `to`. As the CPU does it, bit for bit.
-
-    A block with an infinity or a NaN has a NaN for its scale, so that it shows in every product.
-    """
+    """Program (token, B blocks): x [tokens, 32 * width] as `to`, where nothing that made x has done it."""
     follow()
     t, b = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
     there = b < width
     at = t * width + b
     y = tl.load(x + at[:, None] * 32 + tl.arange(0, 32)[None, :], mask=there[:, None], other=0)
-    wrong = tl.sum(y - y, axis=1)
-    peak = tl.where(wrong == 0, tl.max(tl.abs(y), axis=1), 0.0)
+    put_ints(to, y, at, there, tokens * width)
+
+
+@triton.jit
+def put_ints(to, y, at, there, blocks):
+    """Write y [B, 32] as blocks `at` [B] of so many, where `there`. As the CPU does it, bit for bit.
+
+    A block with an infinity or a NaN has a NaN for its scale, so that it shows in every product. Bits are
+    compared as integers: fused, y - y of a product would be that product's rounding error.
+    """
+    B: tl.constexpr = y.shape[0]
+    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    known = bits < 0x7F800000
+    peak = tl.where(known, bits, 0).to(tl.float32, bitcast=True)
     most, some = tl.full((B,), 127.0, tl.float32), peak > 1e-36  # below, 127 / peak would be infinite
     inverse = tl.where(some, tl.div_rn(most, tl.where(some, peak, 1.0)), 0.0)
-    q = nearest(tl.where((wrong == 0)[:, None], y * inverse[:, None], 0.0))
-    blocks = tokens * width
+    q = nearest(tl.where(known[:, None], y * inverse[:, None], 0.0))
     numbers = to.to(tl.pointer_type(tl.int8)) + at[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(numbers, q.to(tl.int8), mask=there[:, None])
     scales = (to + blocks * 8).to(tl.pointer_type(tl.float32))
-    tl.store(scales + at, tl.div_rn(peak, most) + wrong, mask=there)
+    tl.store(scales + at, tl.where(known, tl.div_rn(peak, most), float("nan")), mask=there)
     low, high = tl.split(tl.sum(tl.reshape(q, (B, 2, 16)), axis=2))
     tl.store(to + blocks * 9 + at, (low & 0xFFFF) | (high << 16), mask=there)
 
@@ -210,16 +218,28 @@ def signed(format):
 
 
 @triton.jit
+def places(R: tl.constexpr, APART: tl.constexpr):
+    """[R]: 0, 1 …; or half of that, and the same `APART` further."""
+    i = tl.arange(0, R)
+    if APART > 0:
+        i = i % (R // 2) + i // (R // 2) * APART
+    return i
+
+
+@triton.jit
 def byte_dots(
     data, live, columns, x, first, tokens, pitch,
     STRIDE: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
+    APART: tl.constexpr = 0,
 ):  # fmt: skip
     """Each of quantised tokens x times R rows from `data` on, where `live` [R], or (None) all: [B, R].
+
+    APART: as `places`'.
 
     A token has `pitch` blocks, of which these columns are those from `first` on. Its sum is the same whatever
     B and R are. STRIDE is a constant: so the loads of all rows have one address and differ by constants.
     """
-    rows = (tl.arange(0, R) * STRIDE)[:, None]
+    rows = (places(R, APART) * STRIDE)[:, None]
     blocks = columns // 32
     ok, any_live = None, 1
     if live is not None:

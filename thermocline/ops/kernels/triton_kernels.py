@@ -24,6 +24,7 @@ from thermocline.ops.device_sizes import (
     PAIRS,
     SPAN,
     choice_sizes,
+    joins_at_once,
     pair_tiles,
     span_of,
     spans,
@@ -42,6 +43,8 @@ from thermocline.ops.kernels.triton_stored import loader
 from thermocline.ops.kernels.triton_target import overlaps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from thermocline.model.spec import Recurrent, Router
     from thermocline.ops.interface import Heads
 
@@ -63,6 +66,7 @@ STATE_FLOATS = 4096  # of a program of 4 warps: 32 of a thread
 LATENT_HEADS = 16  # of a program, the least that tensor cores multiply
 LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps, spill on an H100
 HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at once
+JOINED = 8192  # numbers of spans that a program joins at once: 64 of a thread
 # Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
 TILE_ROWS, TILE_WARPS = 64, 8
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
@@ -105,8 +109,16 @@ def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
     launch(triton_rows.embed, grid, out, _at(table), ids, table.columns, table.stride, scale, **fixed)
 
 
-def norm(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool) -> None:
-    _norm(out, x, weight, bias, eps, layer, 1.0, False)
+def norm(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer: bool,
+    ints: Vector = None,
+) -> None:
+    _norm(out, x, weight, bias, eps, layer, 1.0, False, ints)
 
 
 def add_normed(
@@ -115,8 +127,10 @@ def add_normed(
     _norm(x, y, weight, bias, eps, layer, scale, True)
 
 
-def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
-    _matmul(out, w, x, bias, add, False, scratch)
+def matmul(
+    out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch, ints: Vector = None
+) -> None:
+    _matmul(out, w, x, bias, add, False, scratch, ints)
 
 
 def rope_store(
@@ -155,6 +169,33 @@ def rope_store(
     )
 
 
+def project_heads(
+    qkv: Tensor,
+    parts: Sequence[tuple[Rows, Vector]],
+    x: Tensor,
+    heads: Heads,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scratch: Scratch,
+    ints: Vector = None,
+) -> None:
+    t, first, where = len(qkv), 0, (cos, sin, positions, sequence, table, k, v)
+    at_once = t <= FEW and _turns_in_pairs(heads, cos)
+    for w, bias in parts:
+        if at_once:
+            _project(qkv, first, w, bias, x, heads, where, _quantised(x, scratch, ints, w))
+        else:
+            _matmul(qkv[:, first : first + w.rows], w, x, bias, False, False, scratch, ints)
+        first += w.rows
+    if not at_once:
+        rope_store(qkv, heads, *where)
+
+
 def attention(
     out: Tensor,
     qkv: Tensor,
@@ -165,6 +206,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     scratch: Scratch,
+    ints: Vector = None,
 ) -> None:
     t, width, block = len(qkv), table.shape[1], _block(v)
     span, n_spans = span_of(t), spans(width * block, t)
@@ -184,15 +226,22 @@ def attention(
         launch(triton_prompts.attend_many, tiles, *where, *sizes, *ends, warps=TILE_WARPS, **fixed)
     else:
         stages = 2 if heads.dim <= 2 * piece else 1  # of 512: 72 KiB of shared memory instead of 132
-        args = *where, heads.n_kv, group, width, span, n_spans, *ends
+        how = out, ints, heads.sinks, scratch.arrivals
+        args = *where, *how, heads.n_kv, group, width, span, n_spans, *ends
         tokens = t, heads.n_kv, n_spans
+        fixed |= {"J": 0, "S": 1}
+        if at_once := joins_at_once(n_spans, group, heads.dim):
+            some = _power(group)
+            fixed |= {"J": some, "S": min(16, _power(n_spans), max(1, JOINED // (some * wide)))}
         fixed["H"] = max(16, _power(group))
         warps = 4 if fixed["H"] < 128 else 8  # of Falcon's 71 heads a key, 4 spill
         launch(triton_tokens.attend, tokens, *args, stages=stages, warps=warps, **fixed)
+        if at_once:
+            return
     launch(
         triton_tokens.join_spans,
         (t, heads.n),
-        *(out, parts, heads.sinks, positions, heads.n, span, n_spans, window),
+        *(out, ints, parts, heads.sinks, positions, heads.n, span, n_spans, window),
         DIM=heads.dim,
         D=wide,
         S=min(16, _power(n_spans)),
@@ -262,7 +311,7 @@ def latent_attention(
     launch(
         triton_tokens.join_spans,
         (t, heads.n),
-        *(out, parts, None, positions, heads.n, span, n_spans, width * block),
+        *(out, None, parts, None, positions, heads.n, span, n_spans, width * block),
         DIM=a.kv_rank,
         D=wide,
         S=min(16, _power(n_spans)),
@@ -350,6 +399,8 @@ def gate_up(
     up_bias: Tensor | None = None,
     alpha: float = 1.0,
     scales_input: bool = False,
+    ints: Vector = None,
+    h_ints: Vector = None,
 ) -> None:
     assert up is None or (up.columns, up.rows) == (gate.columns, gate.rows)
     t, n = h.shape
@@ -369,8 +420,10 @@ def gate_up(
         return
     rows, warps, fixed = _products(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
-    quantised = _quantised(x, scratch, gate, *([] if up is None else [up]))
-    args = h, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
+    quantised = _quantised(x, scratch, ints, gate, *([] if up is None else [up]))
+    assert h_ints is None or (named is None and each % 32 == 0)
+    arrivals = None if h_ints is None else scratch.arrivals
+    args = h, h_ints, arrivals, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
     args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
     of_up = _products(gate if up is None else up, t)[2]
     how["ALL"] = counts is None and n % rows == 0
@@ -419,11 +472,19 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
 
 
-def down_experts(out: Tensor, rows: Rows, h: Tensor, weights: Tensor, add: bool, scratch: Scratch) -> None:
+def down_experts(
+    out: Tensor,
+    rows: Rows,
+    h: Tensor,
+    weights: Tensor,
+    add: bool,
+    scratch: Scratch,
+    ints: Vector = None,
+) -> None:
     t, experts = weights.shape
     own = replace(rows, data=rows.data[: out.shape[1]])  # an expert's
     at_once, warps, fixed = _products(own, t)
-    quantised, shape = _quantised(h, scratch, own), (own.rows, own.columns, own.stride)
+    quantised, shape = _quantised(h, scratch, ints, own), (own.rows, own.columns, own.stride)
     args = out, _at(rows), h, quantised, weights, *shape, t, experts, weights.stride(0)
     grid = (_ceil(own.rows, at_once),)
     launch(
@@ -539,6 +600,7 @@ def predict(
     relu: bool,
     x: Tensor,
     scratch: Scratch,
+    ints: Vector = None,
 ) -> None:
     t, n = len(x), second.rows
     rank = 0 if first is None else first.rows
@@ -550,7 +612,7 @@ def predict(
         launch(triton_tokens.signs, (t, _ceil(n, 16)), *args, **fixed)
     else:
         if first is not None:
-            _matmul(code, first, x, None, False, relu, scratch)
+            _matmul(code, first, x, None, False, relu, scratch, ints)
             x = code
         _matmul(scores, second, x, None, False, False, scratch)
     launch(triton_tokens.name, (t, _ceil(n, 8 * 32)), named, scores, threshold, n, hot, C=32)
@@ -587,6 +649,42 @@ def choose(
 # ---- parts
 
 
+def _turns_in_pairs(heads: Heads, cos: Vector) -> bool:
+    """Return whether each element of a head depends on one of the other half at most: so no norm does."""
+    alone = heads.q_norm is None and heads.k_norm is None and heads.v_norm is None and not heads.temperature
+    return alone and heads.dim % 8 == 0 and (cos is None or 2 * cos.shape[1] == heads.dim)
+
+
+def _project(
+    qkv: Tensor,
+    first: int,
+    w: Rows,
+    bias: Vector,
+    x: Tensor,
+    heads: Heads,
+    where: tuple[Vector, ...],
+    ints: Vector,
+) -> None:
+    """Queue the product that makes heads, turns them and stores them: of qkv the columns from `first` on."""
+    assert x.is_contiguous() and first % heads.dim == w.rows % heads.dim == 0
+    t, (_, _, _, _, table, _, v) = len(qkv), where
+    rows, warps, fixed = _products(w, t)
+    rows = fixed["R"] = max(2, rows)
+    assert table is not None and v is not None
+    fixed |= {"DIM": heads.dim, "BLOCK": _block(v)}
+    n_kv = 0 if heads.shares else heads.n_kv
+    shape = w.rows, w.columns, w.stride, t, qkv.stride(0), first // heads.dim, heads.n, n_kv, table.shape[1]
+    launch(
+        triton_rows.heads_few,
+        (w.rows // rows,),
+        *(qkv, _at(w), x, ints, bias, *where),
+        *shape,
+        warps=warps,
+        registers=_registers(w, t),
+        **fixed,
+    )
+
+
 def _norm(
     out: Tensor,
     x: Tensor,
@@ -596,19 +694,25 @@ def _norm(
     layer: bool,
     scale: float,
     add: bool,
+    ints: Vector = None,
 ) -> None:
     dim = x.shape[1]
     wide = _power(dim)
     fixed: dict[str, Any] = {"LAYER": layer, "ADD": add, "D": wide}
     warps = min(16, max(1, wide // 256))  # two 16-byte loads a thread
-    args = out, x, weight, bias, dim, out.stride(0), x.stride(0), eps, scale
+    args = out, ints, x, weight, bias, dim, out.stride(0), x.stride(0), eps, scale
     launch(triton_tokens.norm, (len(x),), *args, warps=warps, **fixed)
 
 
-def _quantised(x: Tensor, scratch: Scratch, *matrices: Rows) -> Tensor | None:
-    """Queue x [B, columns] in int8, where one of the matrices is in blocks: for all of its products."""
-    if all(loader(w.format).bits == 0 for w in matrices):
+def _quantised(x: Tensor, scratch: Scratch, ints: Vector, *matrices: Rows) -> Tensor | None:
+    """Queue x [B, columns] in int8, where one of the matrices is in blocks: for all of its products.
+
+    ints: that was made with x, and there is nothing to queue.
+    """
+    if not any(w.takes_ints for w in matrices):
         return None
+    if ints is not None:
+        return ints
     assert x.is_contiguous()
     t, width = len(x), x.shape[1] // 32
     to, at_once = scratch.quantised(*x.shape), min(32, _power(width))
@@ -618,7 +722,14 @@ def _quantised(x: Tensor, scratch: Scratch, *matrices: Rows) -> Tensor | None:
 
 
 def _matmul(
-    out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool, scratch: Scratch
+    out: Tensor,
+    w: Rows,
+    x: Tensor,
+    bias: Tensor | None,
+    add: bool,
+    relu: bool,
+    scratch: Scratch,
+    ints: Vector = None,
 ) -> None:
     assert x.is_contiguous() and out.stride(1) == 1
     t = len(x)
@@ -626,7 +737,8 @@ def _matmul(
     shape = w.rows, w.columns, w.stride
     if t <= FEW:
         rows, warps, how = _products(w, t)
-        args: tuple[Any, ...] = out, _at(w), x, _quantised(x, scratch, w), bias, *shape, t, out.stride(0)
+        q = _quantised(x, scratch, ints, w)
+        args: tuple[Any, ...] = out, _at(w), x, q, bias, *shape, t, out.stride(0)
         fixed["ALL"] = w.rows % rows == 0
         launch(
             triton_rows.matmul_few,

@@ -23,7 +23,7 @@ def head_products(
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64) * B
     b = tl.arange(0, B)[:, None]
     own, mine = data + head * rows * stride, x + head * x_head + first * x_token
-    fetch_ahead(own, tl.program_id(0) * R, rows, stride, R)
+    fetch_ahead(own, row, rows, stride)
     follow()
     left = tokens - first
     y = dots(own, row, row < rows, stride, columns, mine, left, x_token, FORMAT, B, R, G, V, U, EVEN)

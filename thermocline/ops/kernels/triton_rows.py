@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.kernels.triton_bytes import byte_dots
+from thermocline.ops.kernels.triton_bytes import byte_dots, places, put_ints
 from thermocline.ops.kernels.triton_stored import (
     behind,
     columns_of,
@@ -29,8 +29,8 @@ from thermocline.ops.kernels.triton_stored import (
     units,
     unknown_nought,
 )
-from thermocline.ops.kernels.triton_target import fetch_ahead, follow, precision
-from thermocline.ops.kernels.triton_tokens import activation, up_factor
+from thermocline.ops.kernels.triton_target import fetch_ahead, follow, last_of, precision
+from thermocline.ops.kernels.triton_tokens import activation, place_of, turned, up_factor
 
 
 @triton.jit
@@ -87,18 +87,20 @@ def dots(
 def products(
     data, first, live, columns, x, q, tokens, pitch, begin,
     STRIDE: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
-    V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
+    V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, APART: tl.constexpr = 0,
 ):  # fmt: skip
-    """Tokens times R rows from number `first` on, where `live` [R]: [B, R].
+    """Tokens times R rows from number `first` on (APART: as `places`'), where `live` [R]: [B, R].
 
     Rows in blocks are multiplied by quantised tokens `q`, others by x. Of a token's `pitch` columns they are
     those from `begin` on.
     """
     if kinds(FORMAT) > 1:
         at = data + tl.cast(first, tl.int64) * STRIDE
-        return byte_dots(at, live, columns, q, begin // 32, tokens, pitch // 32, STRIDE, FORMAT, B, R, G)
+        return byte_dots(
+            at, live, columns, q, begin // 32, tokens, pitch // 32, STRIDE, FORMAT, B, R, G, APART
+        )
     else:
-        row = first + tl.arange(0, R)
+        row = first + places(R, APART)
         return dots(data, row, live, STRIDE, columns, x + begin, tokens, pitch, FORMAT, B, R, G, V, U, EVEN)
 
 
@@ -132,7 +134,7 @@ def matmul_few(
 ):  # fmt: skip
     """ALL: rows are whole steps of R."""
     first = tl.program_id(0) * R
-    fetch_ahead(data, first, rows, stride, R)
+    fetch_ahead(data, first + tl.arange(0, R), rows, stride)
     follow()
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     live = None if ALL and kinds(FORMAT) > 1 else row < rows
@@ -149,8 +151,49 @@ def matmul_few(
 
 
 @triton.jit
+def heads_few(
+    qkv, data, x, q, bias, cos, sin, positions, sequence, table, k, v,
+    rows, columns, stride: tl.constexpr, tokens, pitch, before, n, n_kv, width,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """R / 2 rows of a head, and those half a head behind them, which they turn with: queries to qkv, keys and
+    values to their pages. `before`: heads of the matrices before this one.
+    """
+    HALF: tl.constexpr = DIM // 2
+    PROGRAMS: tl.constexpr = DIM // R  # of a head
+    mine, i = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS * (R // 2)
+    first, head = mine * DIM + i, before + mine
+    row = first + places(R, HALF)
+    fetch_ahead(data, row, rows, stride)
+    follow()
+    live = None if kinds(FORMAT) > 1 else row < rows  # all are
+    y = products(
+        data, first, live, columns, x, q, tokens, columns, 0, stride, FORMAT, B, R, G, V, U, EVEN, HALF
+    )
+    if bias is not None:
+        y += tl.load(bias + row)[None, :]
+    a, b = tl.split(tl.permute(tl.reshape(y, (B, 2, R // 2)), (0, 2, 1)))
+    token, i = tl.arange(0, B)[:, None], i + tl.arange(0, R // 2)[None, :]
+    ok = (token < tokens) & (i < HALF)
+    if cos is not None:
+        if head < n + n_kv:
+            c = tl.load(cos + token * HALF + i, mask=ok, other=0)
+            s = tl.load(sin + token * HALF + i, mask=ok, other=0)
+            a, b = turned(a, b, c, s)
+    if head < n:
+        at = qkv + token * pitch + head * DIM + i
+        tl.store(at, a, mask=ok)
+        tl.store(at + HALF, b, mask=ok)
+    else:
+        to, step = place_of(head, token, tokens, positions, sequence, table, k, v, n, n_kv, width, DIM, BLOCK)
+        tl.store(to + i * step, a.to(tl.float16), mask=ok)
+        tl.store(to + (HALF + i) * step, b.to(tl.float16), mask=ok)
+
+
+@triton.jit
 def gate_up_few(
-    h, gate, bias, up, up_bias, x, q, named, weights, counts,
+    h, ints, arrivals, gate, bias, up, up_bias, x, q, named, weights, counts,
     n, columns, gate_stride: tl.constexpr, up_stride: tl.constexpr, named_stride,
     tokens, each, pitch, bound, alpha,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, ALL: tl.constexpr,
@@ -163,12 +206,13 @@ def gate_up_few(
     then up where a gate is open. weights: a token's are `pitch` behind the one before's. SCALES: they scale
     gate and up.
     counts: four additions a program; None: up does not wait for the gate. ALL: and rows are whole steps of R.
+    ints: of each 32 neurons the last program quantises them.
     """
     first = tl.program_id(0) * R
     if named is None and weights is None:
-        fetch_ahead(gate, first, n, gate_stride, R)
+        fetch_ahead(gate, first + tl.arange(0, R), n, gate_stride)
         if up is not None and counts is None:
-            fetch_ahead(up, first, n, up_stride, R)
+            fetch_ahead(up, first + tl.arange(0, R), n, up_stride)
     follow()
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     mine = (b < tokens) & (row < n)[None, :]
@@ -207,6 +251,16 @@ def gate_up_few(
     if weights is not None and not SCALES:
         a = tl.where(going, a * share, 0.0)
     tl.store(h + b * n + row[None, :], a, mask=mine)
+    if ints is not None:
+        made = True
+        if weights is not None:
+            made = tl.max(wanted.to(tl.int32), axis=0) != 0  # of one expert, so the same for all of a block
+        if made:
+            block, token = first // 32, tl.arange(0, B)
+            if last_of(arrivals + block, 32 // R):
+                at = h + token[:, None] * n + (block * 32 + tl.arange(0, 32))[None, :]
+                neurons = tl.load(at, mask=(token < tokens)[:, None], other=0, cache_modifier=".cg")
+                put_ints(ints, neurons, token * (n // 32) + block, token < tokens, tokens * (n // 32))
     if counts is not None:
         tl.atomic_add(counts, tl.sum(tl.sum(active, axis=0), axis=0), sem="relaxed")
         tl.atomic_add(counts + 1, tl.sum(opened.to(tl.int32), axis=0), sem="relaxed")

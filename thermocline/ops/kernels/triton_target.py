@@ -58,15 +58,29 @@ def follow():
 
 
 @triton.jit
-def fetch_ahead(data, first, rows, stride, R: tl.constexpr):
-    """Have the beginnings of rows first to first + R - 1 brought to the L2; rows are `stride` bytes apart.
+def last_of(arrivals, programs):
+    """Whether this program is the last of so many to come here. Then it sees what they wrote before that.
+
+    They count in one i32 at `arrivals`, which is 0 again afterwards. What the last one does must not depend
+    on which it is. It reads what others wrote from the L2 (".cg").
+    """
+    tl.debug_barrier()  # every thread has written
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
+def fetch_ahead(data, row, rows, stride):
+    """Have the beginnings of rows `row` [R], of so many, brought to the L2; rows are `stride` bytes apart.
 
     Only where launches overlap, and only of what is read for certain.
     """
     if assembles():
         if overlapping():
-            LINES: tl.constexpr = max(1, AHEAD // R)
-            row = tl.minimum(first + tl.arange(0, R), rows - 1).to(tl.int64)
+            LINES: tl.constexpr = max(1, AHEAD // row.shape[0])
+            row = tl.minimum(row, rows - 1).to(tl.int64)
             byte = tl.minimum(tl.arange(0, LINES) * LINE, stride - 1)
             at = (data + row[:, None] * stride + byte[None, :]).to(tl.uint64)
             tl.inline_asm_elementwise(

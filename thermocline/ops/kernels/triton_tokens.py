@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.kernels.triton_target import follow, precision
+from thermocline.ops.kernels.triton_bytes import put_ints
+from thermocline.ops.kernels.triton_target import follow, last_of, precision
 
 
 @triton.jit
@@ -55,10 +56,10 @@ def up_factor(u, bound, KIND: tl.constexpr, UP_RELU: tl.constexpr):
 
 @triton.jit
 def norm(
-    out, x, weight, bias, dim, out_pitch, pitch, eps, scale,
+    out, ints, x, weight, bias, dim, out_pitch, pitch, eps, scale,
     LAYER: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A program a token: out = scale * norm(x), or that added. out may be x."""
+    """A program a token: out = scale * norm(x), or that added. out may be x. ints: out, quantised."""
     follow()
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
@@ -73,6 +74,16 @@ def norm(
     if ADD:
         y = tl.load(out + b * out_pitch + i, mask=ok, other=0) + scale * y
     tl.store(out + b * out_pitch + i, y, mask=ok)
+    if ints is not None:
+        put_row(ints, y, tl.program_id(0), dim // 32, tl.num_programs(0))
+
+
+@triton.jit
+def put_row(ints, y, row, blocks, rows):
+    """Write y [D], the blocks of one of so many rows, quantised: D may be more, but not less than 32."""
+    N: tl.constexpr = y.shape[0] // 32
+    b = tl.arange(0, N)
+    put_ints(ints, tl.reshape(y, (N, 32)), row * blocks + b, b < blocks, rows * blocks)
 
 
 @triton.jit
@@ -293,6 +304,28 @@ def head_normed(x, y, z, i, j, turn, weight, eps, DIM: tl.constexpr, HALF: tl.co
 
 
 @triton.jit
+def turned(x, y, c, s):
+    """Turn x with y. Which products are fused is said, so that it is the same in every kernel."""
+    return tl.fma(x, c, -(y * s)), tl.fma(y, c, x * s)
+
+
+@triton.jit
+def place_of(
+    head, token, tokens, positions, sequence, table, k, v, n, n_kv, width,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the place of a key's or a value's first element, and the step to the next: of a token's `head`,
+    which comes behind n queries.
+    """
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    row = table + tl.load(sequence + token, mask=token < tokens, other=0) * width
+    page = tl.load(row + position // BLOCK, mask=token < tokens, other=0).to(tl.int64)
+    is_k = head < n + n_kv
+    first = (page * n_kv + (head - n) % n_kv) * DIM * BLOCK
+    return (k if is_k else v) + first + (position % BLOCK) * tl.where(is_k, 1, DIM), tl.where(is_k, BLOCK, 1)
+
+
+@triton.jit
 def first_seen(own, window, CHUNKED: tl.constexpr):
     """Return the first position that one at `own` attends to, or less than 0."""
     return own // window * window if CHUNKED else own + 1 - window
@@ -331,7 +364,7 @@ def rope_store(
         if head < n + n_kv:
             c = tl.load(cos + b * HALF + i, mask=turn, other=0)
             s = tl.load(sin + b * HALF + i, mask=turn, other=0)
-            x, y = x * c - y * s, y * c + x * s
+            x, y = turned(x, y, c, s)
     if LAST:
         if head < n + n_kv:
             x, y, z = head_normed(x, y, z, i, j, turn, weight, eps, DIM, HALF, OWN)
@@ -343,12 +376,8 @@ def rope_store(
     tl.store(at + HALF + i, y, mask=turn)
     tl.store(at + j, z, mask=j < DIM)
     if head >= n:
-        position = tl.load(positions + b)
-        page = tl.load(table + tl.load(sequence + b) * width + position // BLOCK).to(tl.int64)
-        is_k = head < n + n_kv
-        first = (page * n_kv + (head - n) % n_kv) * DIM * BLOCK
-        to = (k if is_k else v) + first + (position % BLOCK) * tl.where(is_k, 1, DIM)
-        step = tl.where(is_k, BLOCK, 1)
+        tokens = tl.num_programs(0)
+        to, step = place_of(head, b, tokens, positions, sequence, table, k, v, n, n_kv, width, DIM, BLOCK)
         tl.store(to + i * step, x.to(tl.float16), mask=turn)
         tl.store(to + (HALF + i) * step, y.to(tl.float16), mask=turn)
         tl.store(to + j * step, z.to(tl.float16), mask=j < DIM)
@@ -372,11 +401,15 @@ def scores_of(q, keys, seen, cap, D: tl.constexpr, DIM: tl.constexpr, CAPPED: tl
 
 @triton.jit
 def attend(
-    parts, qkv, positions, sequence, table, k, v, n_kv, group, width, span, spans, window, scale, cap, pitch,
+    parts, qkv, positions, sequence, table, k, v, out, ints, sinks, arrivals,
+    n_kv, group, width, span, spans, window, scale, cap, pitch,
     DIM: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, CAPPED: tl.constexpr,
-    CHUNKED: tl.constexpr, PIECES: tl.constexpr,
+    CHUNKED: tl.constexpr, PIECES: tl.constexpr, J: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head, span): parts [tokens, heads, spans, DIM + 2] of the kv head's q heads.
+
+    J: of a token and kv head the last program joins the spans, S at a time, of at most so many heads; 0: that
+    is a launch of its own.
 
     A part: values weighed with exp(score - greatest), then the greatest score, then the weights' sum. Of
     spans a token does not see nothing is written. A large head is worked on in PIECES of D: as a whole it
@@ -423,41 +456,73 @@ def attend(
             tl.store(parts + part[:, None] + i * D + d[None, :], acc[i], mask=mine)
         tl.store(parts + part + DIM, top, mask=head < group)
         tl.store(parts + part + DIM + 1, total, mask=head < group)
+        if J > 0:
+            first, end = first_span(own, window, span, CHUNKED), own // span + 1
+            if last_of(arrivals + b * n_kv + g, end - first):
+                join_heads(
+                    out, ints, parts, sinks, b, g * group, group, heads, first, end, spans, DIM, D, J, S
+                )
+
+
+@triton.jit
+def first_span(own, window, span, CHUNKED: tl.constexpr):
+    """Return the first span that one at `own` sees."""
+    return tl.maximum(first_seen(own, window, CHUNKED), 0) // span
+
+
+@triton.jit
+def join_heads(
+    out, ints, parts, sinks, b, head, some, heads, first, end, spans,
+    DIM: tl.constexpr, D: tl.constexpr, J: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, heads * DIM] of token b and `some` heads from `head` on, J at most: from spans first to
+    end - 1, S at a time, and each head's sink, a score without a value. ints: out, quantised.
+    """
+    j, d = tl.arange(0, J), tl.arange(0, D)
+    mine = j < some
+    row = b.to(tl.int64) * heads + head + j
+    at = parts + row * spans * (DIM + 2)
+    top = tl.full((J,), float("-inf"), tl.float32)
+    total = tl.zeros((J,), tl.float32)
+    acc = tl.zeros((J, D), tl.float32)
+    for begin in range(first, end, S):
+        s = begin + tl.arange(0, S)
+        ok = mine[:, None] & (s < end)[None, :]
+        each = at[:, None] + s[None, :] * (DIM + 2)
+        tops = tl.load(each + DIM, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(tops, axis=1))
+        fade, weights = tl.exp(top - higher), tl.exp(tops - higher[:, None])
+        sums = tl.load(each + (DIM + 1), mask=ok, other=0, cache_modifier=".cg")
+        total = total * fade + tl.sum(weights * sums, axis=1)
+        inside = ok[:, :, None] & (d < DIM)[None, None, :]
+        values = tl.load(each[:, :, None] + d[None, None, :], mask=inside, other=0, cache_modifier=".cg")
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * values, axis=1)
+        top = higher
+    if sinks is not None:
+        sink = tl.load(sinks + head + j, mask=mine, other=0)
+        higher = tl.maximum(top, sink)
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.exp(sink - higher)
+        acc = acc * fade[:, None]
+    y = acc / total[:, None]
+    tl.store(out + row[:, None] * DIM + d[None, :], y, mask=mine[:, None] & (d < DIM)[None, :])
+    if ints is not None:
+        N: tl.constexpr = D // 32
+        block = tl.arange(0, N)[None, :]
+        place = ((b * heads + head + j) * (DIM // 32))[:, None] + block
+        there = tl.reshape(mine[:, None] & (block < DIM // 32), (J * N,))
+        blocks = tl.num_programs(0) * heads * (DIM // 32)
+        put_ints(ints, tl.reshape(y, (J * N, 32)), tl.reshape(place, (J * N,)), there, blocks)
 
 
 @triton.jit
 def join_spans(
-    out, parts, sinks, positions, heads, span, spans, window,
+    out, ints, parts, sinks, positions, heads, span, spans, window,
     DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
-    and the head's sink: a score without a value.
-    """
+    """Program (token, head): `join_heads` of one."""
     follow()
     b, head = tl.program_id(0), tl.program_id(1)
     own = tl.load(positions + b)
-    d = tl.arange(0, D)
-    at = parts + (b.to(tl.int64) * heads + head) * spans * (DIM + 2)
-    top = tl.max(tl.full((S,), float("-inf"), tl.float32), axis=0)
-    total = 0.0
-    acc = tl.zeros((D,), tl.float32)
-    for first in range(tl.maximum(first_seen(own, window, CHUNKED), 0) // span, own // span + 1, S):
-        s = first + tl.arange(0, S)
-        ok = s <= own // span
-        tops = tl.load(at + s * (DIM + 2) + DIM, mask=ok, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(tops, axis=0))
-        fade, weights = tl.exp(top - higher), tl.exp(tops - higher)
-        total = total * fade + tl.sum(
-            weights * tl.load(at + s * (DIM + 2) + DIM + 1, mask=ok, other=0), axis=0
-        )
-        inside = ok[:, None] & (d < DIM)[None, :]
-        mine = tl.load(at + s[:, None] * (DIM + 2) + d[None, :], mask=inside, other=0)
-        acc = acc * fade + tl.sum(weights[:, None] * mine, axis=0)
-        top = higher
-    if sinks is not None:
-        sink = tl.load(sinks + head)
-        higher = tl.maximum(top, sink)
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.exp(sink - higher)
-        acc = acc * fade
-    tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, acc / total, mask=d < DIM)
+    first, end = first_span(own, window, span, CHUNKED), own // span + 1
+    join_heads(out, ints, parts, sinks, b, head, 1, heads, first, end, spans, DIM, D, 1, S)

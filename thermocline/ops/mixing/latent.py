@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thermocline.ops.device_ffn import Pair, PartQueue
 from thermocline.ops.device_layers import DeviceAttention, DeviceLatent
+from thermocline.ops.device_rows import Operand
 from thermocline.ops.interface import KVLayer
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class LatentQueue:
         self._queue, self._pairs = queue, pairs
 
     def attend(
-        self, b: DeviceAttention, w: DeviceLatent, normed: Tensor, step: DeviceStep, kv: KVLayer
-    ) -> Tensor:
+        self, b: DeviceAttention, w: DeviceLatent, normed: Operand, step: DeviceStep, kv: KVLayer
+    ) -> Operand:
         """Return the heads' outputs [tokens, heads * value]."""
         a, n, heads = b.heads.latent, len(normed), b.heads
         assert a is not None
@@ -42,13 +43,13 @@ class LatentQueue:
             lower = self._taken("lower", n)
             q.times(lower, w.queries, normed)
             run(k.norm, lower, lower, w.q_norm, None, a.norm_eps, False)
-            q.times(queries.flatten(1), w.q_b, lower)
+            q.times(queries.flatten(1), w.q_b, Operand(lower))
         run(k.head_products, absorbed[:, :, : a.kv_rank], w.k_b, queries[:, :, : a.nope])
         where = (step.positions, step.sequence, step.table, kv.k)
         run(k.latent_store, absorbed, queries, latent, heads, w.kv_norm, step.cos, step.sin, *where)
         run(k.latent_attention, found, absorbed, heads, *where, q.scratch)
         run(k.head_products, out, w.v_b, found)
-        return out.flatten(1)
+        return Operand(out.flatten(1))
 
     def _taken(self, name: str, tokens: int) -> Tensor:
         return self._pairs[name][0][:tokens]

@@ -15,6 +15,7 @@ from torch import Tensor
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_ffn import Pair, PartQueue
 from thermocline.ops.device_layers import DeviceMixer
+from thermocline.ops.device_rows import Operand
 from thermocline.ops.interface import Batch
 
 
@@ -36,7 +37,7 @@ class MixerQueue:
         here.copy_(torch.from_numpy(runs))
         self._queue.device.copy(there, here)
 
-    def mix(self, b: DeviceMixer, normed: Tensor, sequence: Tensor, states: Tensor) -> Tensor:
+    def mix(self, b: DeviceMixer, normed: Operand, sequence: Tensor, states: Tensor) -> Tensor:
         """Return what the last matrix reads, [tokens, its columns]."""
         q, r, n = self._queue, self._spec.recurrent, len(normed)
         assert r is not None
