@@ -110,7 +110,7 @@ class Scratch:
         return tables, flat[end:].view(tokens * active, dim)
 
     def quantised(self, tokens: int, columns: int) -> torch.Tensor:
-        """i32, flat, for tokens in int8; apart from what `take` gives.
+        """i32, flat, for tokens (or pairs) in int8; apart from what `take` gives.
 
         columns / 4 words of each token, four columns in each; then of each token's blocks of 32 columns the
         scale (f32); then the sums of their halves, two i16.

@@ -43,9 +43,13 @@ class KernelSizes:
 
     @property
     def scratch_bytes(self) -> int:
-        """Floats, and behind them inputs of few tokens in int8."""
+        """Floats, and behind them inputs of matrices in int8: of few tokens those of all experts, of more
+        those of each token's own.
+        """
         widest = max(self.columns, self.dim, self.neurons, self.heads * self.head_dim, self.rank)
-        return 4 * (self.floats + quantised_words(min(self.tokens, FEW), widest))
+        few = quantised_words(min(self.tokens, FEW), max(widest, self.neurons * self.experts))
+        pairs = quantised_words(self.tokens * self.active, self.neurons)
+        return 4 * (self.floats + max(few, pairs, quantised_words(self.tokens, widest)))
 
     @property
     def floats(self) -> int:
@@ -209,8 +213,8 @@ def piece_bytes(spec: ModelSpec) -> int:
 
 
 def _widest(spec: ModelSpec) -> int:
-    """Count the columns of the widest input of a matrix."""
-    neurons = max(spec.ffn_dim * spec.n_experts, spec.shared_dim, spec.dense_dim)
+    """Count the columns of the widest input of a matrix; experts' are apart."""
+    neurons = max(spec.ffn_dim, spec.shared_dim, spec.dense_dim)
     return max(spec.dim, neurons, spec.per_layer_dim, *_attention(spec).values(), *_mixers(spec).values())
 
 
