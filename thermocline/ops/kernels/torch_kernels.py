@@ -50,8 +50,8 @@ def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scra
     """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
 
     out may be some columns of a wider tensor. Tokens meet rows in blocks as the CPU's do, in int8
-    (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`. More than FEW, and pairs of a mixture,
-    are floats where 16 columns have a scale.
+    (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`. More than FEW, and pairs of a
+    mixture, are floats where 16 columns have a scale.
     """
     _put(out, _times(w, x, bias), add)
 
@@ -392,8 +392,9 @@ def gate_up_pairs(
     """h [B * active, n] = as `gate_up`'s, of the experts that each token goes to: (token, expert) pairs, by
     expert, then by token. What is behind the last pair is nothing's.
 
-    weights [B, experts]: of a token at most `active` are not 0. However many they are, x meets rows as many tokens do. scratch
-    keeps for `down_pairs` what was sorted. (Here the host reads which tokens go where.)
+    weights [B, experts]: of a token at most `active` are not 0. x [B, dim] meets rows as many tokens do,
+    however many there are. scratch keeps for `down_pairs` what was sorted. (Here the host reads which tokens
+    go where.)
     """
     n, first = gate.rows // weights.shape[1], 0
     for e, tokens in _going(weights):

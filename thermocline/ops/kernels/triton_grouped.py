@@ -133,14 +133,17 @@ def down_pairs(
     answers, data, h, given, tiles, rows, columns, stride, pairs,
     M: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """answers [pairs, rows]: N rows of a tile's expert, which has `rows`, times h [pairs, columns], or times `given`."""
+    """answers [pairs, rows]: N rows of a tile's expert, which has `rows`, times h [pairs, columns].
+
+    given: as tile_products'.
+    """
     follow()
     expert, first, count = tile_at(tiles, tl.program_id(1))
     if count == 0:
         return
     row, pair = tl.program_id(0) * N + tl.arange(0, N), first + tl.arange(0, M)
-    y = tile_products(data + expert * rows * stride, row, rows, columns, stride, h, given, pair, first + count,
-                      pairs, FORMAT, G, V)  # fmt: skip
+    y = tile_products(data + expert * rows * stride, row, rows, columns, stride, h, given, pair,
+                      first + count, pairs, FORMAT, G, V)  # fmt: skip
     put(answers, y, pair, first + count, row, rows, False)
 
 

@@ -719,7 +719,7 @@ def _registers(w: Rows, tokens: int) -> int:
 
 
 def _warps(w: Rows, m: int) -> int:
-    """Warps of a program for m tokens: of 128, 4 spill in int8 and where a stored number has several columns."""
+    """Warps of a program for m tokens: of 128, with rows in blocks, 4 spill."""
     return 4 if m < 128 or loader(w.format).bits == 0 else 8
 
 
