@@ -120,6 +120,16 @@ class Scratch:
         assert size <= room.numel(), f"{tokens} tokens of {columns} in int8, made for {self.sizes}"
         return room[:size].view(torch.int32)
 
+    def halves(self, tokens: int, columns: int) -> torch.Tensor:
+        """i32, flat, for tokens (or pairs) in f16: apart from those in int8.
+
+        columns / 2 words of each token, of columns in whole eights; then of each what it was divided by.
+        """
+        size = device_sizes.half_words(tokens, columns)
+        room = self.floats[self.sizes.floats + self.sizes.quantised :]
+        assert size <= room.numel(), f"{tokens} tokens of {columns} in f16, made for {self.sizes}"
+        return room[:size].view(torch.int32)
+
 
 class Kernels(Protocol):
     """The functions that ops queue on a GPU; `ops.kernels.torch_kernels` says what each computes."""

@@ -43,13 +43,21 @@ class KernelSizes:
 
     @property
     def scratch_bytes(self) -> int:
-        """Floats, and behind them inputs of matrices in int8: of few tokens those of all experts, of more
-        those of each token's own.
-        """
-        widest = max(self.columns, self.dim, self.neurons, self.heads * self.head_dim, self.rank)
-        few = quantised_words(min(self.tokens, FEW), max(widest, self.neurons * self.experts))
+        """Floats, and behind them inputs of matrices in int8, then of many tokens in f16."""
+        half = half_words(self.tokens, self._widest) if self.tokens > FEW else 0
+        pairs = half_words(self.tokens * self.active, self.neurons) if self.experts > 1 else 0
+        return 4 * (self.floats + self.quantised + max(half, pairs))
+
+    @property
+    def quantised(self) -> int:
+        """Words of inputs in int8: of few tokens those of all experts, of more those of each token's own."""
+        few = quantised_words(min(self.tokens, FEW), max(self._widest, self.neurons * self.experts))
         pairs = quantised_words(self.tokens * self.active, self.neurons)
-        return 4 * (self.floats + max(few, pairs, quantised_words(self.tokens, widest)))
+        return -(-max(few, pairs, quantised_words(self.tokens, self._widest)) // 4) * 4
+
+    @property
+    def _widest(self) -> int:
+        return max(self.columns, self.dim, self.neurons, self.heads * self.head_dim, self.rank)
 
     @property
     def floats(self) -> int:
@@ -71,6 +79,11 @@ class KernelSizes:
 def quantised_words(tokens: int, columns: int) -> int:
     """Words of 4 bytes that tokens take in int8: of 32 columns 8, a scale and a sum."""
     return tokens * -(-columns // 32) * 10
+
+
+def half_words(tokens: int, columns: int) -> int:
+    """Words of 4 bytes that tokens take in f16: columns in whole eights, and a scale."""
+    return tokens * (-(-columns // 8) * 4 + 1)
 
 
 def pair_tiles(tokens: int, experts: int, active: int) -> int:

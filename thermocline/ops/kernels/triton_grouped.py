@@ -77,7 +77,7 @@ def tile_at(tiles, i):
 
 @triton.jit
 def gate_up_pairs(
-    h, gate, bias, up, up_bias, x, given, weights, pairs, tiles, marks, counts,
+    h, gate, bias, up, up_bias, x, given, given_up, weights, pairs, tiles, marks, counts,
     n, columns, gate_stride, up_stride, tokens, pitch, bound, alpha,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
@@ -85,7 +85,8 @@ def gate_up_pairs(
 ):  # fmt: skip
     """h [pairs, n]: N neurons of a tile's expert, which has n, for its tokens. The rest as gate_up_few's.
 
-    given: as tile_products'. marks: of each neuron the bits of what one of its tiles has counted already.
+    given, given_up: as tile_products'. marks: of each neuron the bits of what one of its tiles has counted
+    already.
     """
     follow()
     expert, first, count = tile_at(tiles, tl.program_id(1))
@@ -108,7 +109,7 @@ def gate_up_pairs(
     a = tl.where(ok, activation(y, bound, alpha, ACTIVATION), 0.0)
     bits = 1 + 2 * tl.max((a != 0).to(tl.int32), axis=0)
     if up is not None:
-        u = tile_products(up + expert * n * up_stride, row, n, columns, up_stride, x, given, token, tokens,
+        u = tile_products(up + expert * n * up_stride, row, n, columns, up_stride, x, given_up, token, tokens,
                           tokens, UP_FORMAT, UP_G, UP_V)  # fmt: skip
         if up_bias is not None:
             u += tl.load(up_bias + expert * n + row, mask=live, other=0)[None, :]

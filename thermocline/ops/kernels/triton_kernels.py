@@ -460,8 +460,9 @@ def gate_up_pairs(
     launch(triton_grouped.arrange, grid, *what, warps=ARRANGED_WARPS, **fixed)
 
     n, at_up, other = gate.rows // experts, None if up is None else _at(up), up or gate
-    given = _given(x, scratch, gate, other)
-    args = h, _at(gate), gate_bias, at_up, up_bias, x, given, weights, pairs, tile, marks, counts
+    given = _given(x, scratch, gate)
+    for_up = given if operands(gate.format) == operands(other.format) else _given(x, scratch, other)
+    args = h, _at(gate), gate_bias, at_up, up_bias, x, given, for_up, weights, pairs, tile, marks, counts
     sizes = n, gate.columns, gate.stride, other.stride, t, pitch, bound, alpha
     fixed = {"ACTIVATION": activation, "UP_RELU": up_relu, "SCALES": scales_input}
     fixed |= {"M": PAIRS, "N": PAIR_ROWS, **_many(gate)}
@@ -654,10 +655,16 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     launch(triton_rows.down_many, grid, *args, stages=3, warps=_warps(rows, m), **fixed)
 
 
-def _given(x: Tensor, scratch: Scratch, *matrices: Rows) -> Tensor | None:
+def _given(x: Tensor, scratch: Scratch, w: Rows) -> Tensor | None:
     """Queue x [B, columns] as `tile_products` takes it, where it does not take f32."""
-    if any(operands(w.format) == "int8" for w in matrices):
-        return _quantised(x, scratch, *matrices)
+    assert x.is_contiguous()
+    if operands(w.format) == "int8":
+        return _quantised(x, scratch, w)
+    if operands(w.format) == "f16":
+        to, width = scratch.halves(*x.shape), x.shape[1]
+        fixed: dict[str, Any] = {"C": min(4096, _power(width))}
+        launch(triton_bytes.halve, (len(x),), to, x, width, _ceil(width, 8) * 8, **fixed)
+        return to
     return None
 
 

@@ -4,11 +4,12 @@ A format decides in which numbers its rows are multiplied (`operands`):
 
 * blocks with one scale for 32 columns: int8, with tokens as few meet them (`triton_bytes.quantise`). The
   products of a block are one exact integer; blocks are added in f32, in their order;
+* f16 as such, with tokens in f16 (`triton_bytes.halve`);
 * f32 as such, others as tf32.
 
 A row of a tile meets no other, so no bit of a token depends on its tile or its company.
 
-Memory: as triton_rows'. Tokens in int8 lie as `device_rows.Scratch.quantised` says, `placed` of them.
+Memory: as triton_rows'. Tokens in int8 or f16 lie as `device_rows.Scratch` says, `placed` of them.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ def tile_products(
 ):  # fmt: skip
     """x [tokens, columns] at tokens [M], times rows [N]: [M, N].
 
-    given: x in int8, where the format takes that; then x is not read. G: blocks, or units, at a time.
+    given: x in int8 or f16, where the format takes that; then x is not read. G: blocks, or units, at a time.
     """
     if operands(FORMAT) == "int8":
         return byte_tile(data, row, rows, columns, stride, given, token, tokens, placed, FORMAT, G)
+    elif operands(FORMAT) == "f16":
+        return half_tile(data, row, rows, columns, stride, given, token, tokens, placed, G * V)
     else:
         return float_tile(data, row, rows, columns, stride, x, token, tokens, FORMAT, G, V)
 
@@ -203,6 +206,27 @@ def found(raw, FORMAT: tl.constexpr):
         low, high = looked_up((raw & 15).to(tl.uint32), FORMAT), looked_up((raw >> 4).to(tl.uint32), FORMAT)
         ZERO: tl.constexpr = loader(FORMAT).zero
         return ((low & 255).to(tl.int32) - ZERO).to(tl.int8), ((high & 255).to(tl.int32) - ZERO).to(tl.int8)
+
+
+# ---- f16
+
+
+@triton.jit
+def half_tile(data, row, rows, columns, stride, x, token, tokens, placed, K: tl.constexpr):
+    """x at tokens [M], times rows [N], K columns at a time: [M, N]."""
+    pitch = tl.cdiv(columns, 8) * 8
+    at = data + tl.minimum(row, rows - 1).to(tl.int64) * stride
+    at = at.to(tl.pointer_type(tl.float16))
+    mine = tl.minimum(token, tokens - 1).to(tl.int64)
+    halves = x.to(tl.pointer_type(tl.float16)) + mine * pitch
+    acc = tl.zeros((token.shape[0], row.shape[0]), tl.float32)
+    for start in range(0, columns, K):
+        c = start + tl.arange(0, K)[None, :]
+        a = tl.load(halves[:, None] + c, mask=c < columns, other=0)
+        w = tl.load(at[:, None] + c, mask=c < columns, other=0)
+        acc = tl.dot(a, tl.trans(w), acc)
+    scales = (x + tl.cast(placed, tl.int64) * (pitch // 2)).to(tl.pointer_type(tl.float32))
+    return acc * tl.load(scales + mine)[:, None]
 
 
 # ---- tf32 and f32
