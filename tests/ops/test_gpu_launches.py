@@ -113,8 +113,9 @@ def of_step(
                     "gate_up_few", "matmul_few"]),
         ("q4_0", 1, ["norm", "quantise", "matmul_few", "rope_store", "attend", "join_spans", "quantise",
                      "matmul_few", "norm", "quantise", "gate_up_few", "quantise", "matmul_few"]),
-        ("f16", 17, ["norm", "matmul_many", "rope_store", "attend_many", "join_spans", "matmul_many", "norm",
-                     "matmul_many", "matmul_many", "activate", "matmul_many"]),
+        ("f16", 17, ["norm", "halve", "matmul_many", "rope_store", "attend_many", "join_spans", "halve",
+                     "matmul_many", "norm", "halve", "matmul_many", "halve", "matmul_many", "activate",
+                     "halve", "matmul_many"]),
     ],
 )  # fmt: skip
 def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], launched: Launched) -> None:
@@ -125,7 +126,7 @@ def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], 
     assert two == one[:begin] + 2 * wanted + one[begin + len(wanted) :]
 
 
-@pytest.mark.parametrize("format", ["f16", "q4_0"])
+@pytest.mark.parametrize("format", ["f16", "q4_0", "q6_k"])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched) -> None:
     """Of dense and sparse FFNs, and of mixtures of both: as many whatever the number of experts."""

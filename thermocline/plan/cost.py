@@ -281,8 +281,10 @@ def launches(on_gpu: str, shared: bool, format: str, work: Work) -> tuple[int, i
     """
     mixture = on_gpu != "all" and work.experts > 1
     if work.batch > device_sizes.FEW:
-        # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts.
-        return 6, 5 + 2 * mixture + 4 * shared
+        # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts. A
+        # product makes its input int8 or f16, but not that of rows for each neuron. A router is one, too.
+        made, inputs = int(format not in device_sizes.AS_F32), 3 - (on_gpu == "any")
+        return 6 + 2 * made, 5 + 2 * mixture + inputs * made + (4 + 3 * made) * shared
     ints = int(FORMATS[format].block > 1)
     ffn = 4 + ints if on_gpu == "any" else 3 + 2 * ints
     return 6 + 2 * ints, ffn + (2 + ints) * mixture + (2 + 2 * ints) * shared

@@ -65,7 +65,7 @@ LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps
 HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at once
 # Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
 TILE_ROWS, TILE_WARPS = 64, 8
-MANY_BLOCKS = 4  # that a program of `matmul_many` has on their way in int8
+MANY_BLOCKS = 4  # that a program of `matmul_many` has on their way in int8; of 5 bits half: as many spill
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 PAIR_ROWS, PAIR_WARPS = 64, 8  # of a program for (token, expert) pairs: of 128 rows, gate and up spill
@@ -506,7 +506,8 @@ def down_pairs(
         grid = _ceil(dim, PAIR_ROWS), tiles
         fixed = {"M": PAIRS, "N": PAIR_ROWS, **_many(rows)}
         args = answers, _at(rows), h, _given(h, scratch, rows), tile, dim, n, rows.stride, len(h)
-        launch(triton_grouped.down_pairs, grid, *args, stages=3, warps=PAIR_WARPS, **fixed)
+        how = {"stages": 3, "warps": PAIR_WARPS, "registers": DOT_REGISTERS[1]}
+        launch(triton_grouped.down_pairs, grid, *args, **how, **fixed)
     ends = t, _ceil(dim, ELEMENTWISE)
     launch(triton_grouped.add_pairs, ends, out, answers, places, active, dim, ADD=add, C=ELEMENTWISE)
 
@@ -643,7 +644,8 @@ def _matmul(
         fixed |= {"M": m, "N": 64, **_many(w)}
         grid = _ceil(w.rows, 64), _ceil(t, m)
         args = out, _at(w), x, _given(x, scratch, w), bias, *shape, t, out.stride(0)
-        launch(triton_rows.matmul_many, grid, *args, stages=3, warps=_warps(w, m), **fixed)
+        how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
+        launch(triton_rows.matmul_many, grid, *args, **how, **fixed)
 
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
@@ -678,8 +680,8 @@ def _many(w: Rows) -> dict[str, Any]:
 
 def _blocks_at_once(w: Rows) -> int:
     """Blocks that `byte_tile` takes at a time: whole steps."""
-    blocks = w.columns // 32
-    return min(MANY_BLOCKS, blocks & -blocks)
+    blocks, most = w.columns // 32, MANY_BLOCKS // 2 if loader(w.format).more else MANY_BLOCKS
+    return min(most, blocks & -blocks)
 
 
 def _bundle_units(w: Rows) -> tuple[Shape, int]:
