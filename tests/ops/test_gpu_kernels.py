@@ -152,6 +152,16 @@ def test_tokens_in_int8_are_what_the_cpu_makes_of_them(kernels: Kernels) -> None
     assert np.isnan(scales).sum() == 2 and (q[0, 3, :4] == (0, 2, 2, 4)).all()
 
 
+@pytest.mark.parametrize("format", ["q4_0", "q5_1", "q8_0", "mxfp4"], indirect=True)
+def test_many_tokens_meet_several_blocks_a_turn(kernels: Kernels, format: str) -> None:
+    """Other tests have odd numbers of these blocks, which come one by one."""
+    for blocks in 4, 6, 8:
+        w, decoded = kernels.rows(format, normal(1, 7, 32 * blocks))
+        x, out = normal(2, 17, 32 * blocks), kernels.filled(17, 7)
+        kernels.ops.matmul(out, w, kernels.put(x), None, False, kernels.scratch())
+        kernels.check(out, reference.matmul(decoded, met(format, x), None))
+
+
 def test_many_tokens_of_any_size_meet_f16_rows(kernels: Kernels) -> None:
     """They are f16 there, too: each is scaled to what f16 has, and one that is no number shows alone."""
     w, decoded = kernels.rows("f16", normal(1, 9, 75))
