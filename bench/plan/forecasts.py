@@ -96,7 +96,7 @@ def launches(p: Problem) -> int:
     """Return the kernels of a layer that is the GPU's, of one token, without a predictor's."""
     work = p.work()
     layer = next(p.layers(work))
-    return sum(cost.launches(layer.on_gpu, layer.shared, p.sizes.format, layer.own(work)))
+    return sum(cost.launches(layer.on_gpu, layer.shared, p.sizes.format, layer.own(work), layer.apart))
 
 
 def decode(case: Case, tiers: Tiers) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def prompt(tiers: Tiers) -> dict[str, Any]:
         for layer in p.layers(work):
             every = np.array([layer.sizes.neurons])
             us += float(cost.layer_times(layer, p.speeds(work), work, on, off, every, zero, off)[0][0])
-            count += sum(cost.launches(layer.on_gpu, layer.shared, p.sizes.format, work))
+            count += sum(cost.launches(layer.on_gpu, layer.shared, p.sizes.format, work, layer.apart))
         speeds.append(STEP * 1e6 / max(us, count * python_us))
     return {"launches": count // s.spec.n_layers, "tokens_per_s": speeds}
 

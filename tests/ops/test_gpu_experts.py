@@ -242,7 +242,7 @@ def test_a_step_that_needs_none_of_the_cpus_experts(stand_in: StandIn) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_a_prompts_experts_are_sent_and_computed_as_on_the_device(
-    family: str, tmp_path: Path, stand_in: StandIn
+    family: str, tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a step of 7 tokens on; shorter ones are the CPU's. With no expert there, some, or all but one."""
     model = packed(family, tmp_path)
@@ -255,9 +255,12 @@ def test_a_prompts_experts_are_sent_and_computed_as_on_the_device(
         sender, stats = GpuOps((stand_in,), torch_kernels, CpuOps(2), spec, limits, send_from=7), FFNStats()
         made = gpu_weights.load(model, places(count), (stand_in,), sender.cpu)
         y = logits(spec, made, sender, places(count), 20, stats=stats)
-        assert nmse(y, truth) < 1e-9 and stats == counted, count
-        few = logits(spec, made, sender, places(count), 5)
-        assert nmse(few, truth) > 1e-9, "the CPU rounds activations to int8"
+        # Sums in another order move a few numbers to the next integer: 2.7e-6.
+        assert nmse(y, truth) < 1e-5 and stats == counted, count
+        with monkeypatch.context() as patched:
+            patched.delattr(torch_kernels, "gate_up_pairs")  # by which experts that were sent are computed
+            few = logits(spec, made, sender, places(count), 5)
+        assert nmse(few, truth) < 1e-4  # the same int8, but for numbers between two
 
 
 def sender(model: StoredModel, device: Device) -> tuple[GpuOps, Weights]:

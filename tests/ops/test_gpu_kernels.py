@@ -242,6 +242,34 @@ def test_products_read_what_is_in_int8_already(kernels: Kernels, tokens: int) ->
     check_named(kernels, scores, 0, 9, (first, second, False, mine), ints)
 
 
+@pytest.mark.parametrize("format", ["q4_0", "q5_1", "q8_0", "mxfp4"], indirect=True)
+def test_many_tokens_meet_several_blocks_a_turn(kernels: Kernels, format: str) -> None:
+    """Other tests have odd numbers of these blocks, which come one by one."""
+    for blocks in 4, 6, 8:
+        w, decoded = kernels.rows(format, normal(1, 7, 32 * blocks))
+        x, out = normal(2, 17, 32 * blocks), kernels.filled(17, 7)
+        kernels.ops.matmul(out, w, kernels.put(x), None, False, kernels.scratch())
+        kernels.check(out, reference.matmul(decoded, met(format, x), None))
+
+
+def test_many_tokens_of_any_size_meet_f16_rows(kernels: Kernels) -> None:
+    """They are f16 there, too: each is scaled to what f16 has, and one that is no number shows alone."""
+    w, decoded = kernels.rows("f16", normal(1, 9, 75))
+    x = normal(2, 20, 75)
+    x *= np.array([1, 1e-38, 1e-30, 1e-4, 1e5, 1e30] + [1] * 14, np.float32)[:, None]
+    x[7], x[8, 3], x[9, 74] = 0, np.inf, np.nan
+    x[10] = np.where(np.arange(75) == 40, np.float32(1e6), x[10])  # beside it the others are small
+    out = kernels.filled(20, 9)
+    kernels.ops.matmul(out, w, kernels.put(x), None, False, kernels.scratch())
+    got, want = out.cpu().numpy(), reference.matmul(decoded, x, None)
+    for token in range(20):
+        if token in (8, 9):
+            assert not np.isfinite(got[token]).any()
+        else:
+            size = max(np.float32(1e-38), np.abs(want[token]).max())
+            assert gpu_cases.nmse(got[token] / size, want[token] / size) <= kernels.nmse
+
+
 def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     own = [kernels.some(x) for x in (c.heads.q_norm, c.heads.k_norm, c.heads.sinks)]
     h: Any = replace(c.heads, q_norm=own[0], k_norm=own[1], sinks=own[2])

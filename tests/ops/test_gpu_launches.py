@@ -119,8 +119,9 @@ def of_step(
         (format, 1, ["norm", "heads_few", "attend", "matmul_few", "norm", "gate_up_few", "matmul_few"])
         for format in ("f16", "q4_0")
     ] + [
-        ("f16", 17, ["norm", "matmul_many", "rope_store", "attend_many", "join_spans", "matmul_many", "norm",
-                     "matmul_many", "matmul_many", "activate", "matmul_many"]),
+        ("f16", 17, ["norm", "halve", "matmul_many", "rope_store", "attend_many", "join_spans", "halve",
+                     "matmul_many", "norm", "halve", "matmul_many", "halve", "matmul_many", "activate",
+                     "halve", "matmul_many"]),
     ],
 )  # fmt: skip
 def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], launched: Launched) -> None:
@@ -131,7 +132,7 @@ def test_launches_of_a_dense_layer(format: str, tokens: int, wanted: list[str], 
     assert two == one[:begin] + 2 * wanted + one[begin + len(wanted) :]
 
 
-@pytest.mark.parametrize("format", ["f16", "q4_0"])
+@pytest.mark.parametrize("format", ["f16", "q4_0", "q6_k"])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched) -> None:
     """Of dense and sparse FFNs, and of mixtures of both: as many whatever the number of experts."""
@@ -141,7 +142,7 @@ def test_a_plan_counts_the_launches(format: str, tokens: int, launched: Launched
         begin, ffn = (i for i, name in enumerate(one) if name == "norm" and i < len(two) - len(one) + 1)
         spec, _ = llama(format, 1, activation, experts, normed)
         work, more = Work("exact", tokens, experts=experts), apart(spec, 0, spec.max_context)
-        counted = launches(divides(spec, 0), False, work, more)
+        counted = launches(divides(spec, 0), False, format, work, more)
         assert counted == (ffn - begin, len(two) - len(one) - (ffn - begin)), (activation, experts, one)
 
 

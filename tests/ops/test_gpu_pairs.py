@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_cases import Kernels, normal, whole
+from gpu_cases import SIXTEEN, Kernels, normal, whole
 from test_gpu_kernels import DEVICE, FORMATS, TABLES, kernels
+from test_kernels import as_the_kernel_sees
 
 from thermocline.model import activations
 from thermocline.model.spec import ACTIVATIONS
@@ -43,8 +44,9 @@ class Mixture:
     scales_input: bool = False
 
     def expert(self, e: int, n: int, x: F32, share: F32) -> tuple[Any, ...]:
-        """Gates, neurons, neurons as `down` reads them, and the answers, of an expert's tokens x."""
+        """Gates, neurons, and neurons as `down` reads them, of an expert's tokens x."""
         which, scale = slice(e * n, (e + 1) * n), share if self.scales_input else np.float32(1)
+        x = met_by_pairs(self.gate.format, x)
         bias, up_bias = (None if b is None else b[which] for b in self.biases)
         gates = activations.activate(
             reference.matmul(self.g[which], x, bias) * scale, self.activation, 0.5, 1.7
@@ -54,10 +56,13 @@ class Mixture:
             u = reference.matmul(self.u[which], x, up_bias) * scale
             factor = activations.up_factor(u, self.activation, 0.5, False)
             h = gates * (np.maximum(u, 0) if self.up_relu else factor)
-        read = h if self.scales_input else h * share
-        dim = x.shape[1]
-        d = self.d[which] if self.bundles else self.d[e * dim : (e + 1) * dim].T
-        return gates, h, read, read @ d
+        return gates, h, h if self.scales_input else h * share
+
+    def answers(self, e: int, h: F32, dim: int) -> F32:
+        n = h.shape[1]
+        if self.bundles:
+            return h @ self.d[e * n : (e + 1) * n]
+        return met_by_pairs(self.down.format, h) @ self.d[e * dim : (e + 1) * dim].T
 
     def run(self, kernels: Kernels, x: F32, shares: F32, active: int, y: torch.Tensor, add: bool) -> Any:
         """Return h and the counts. y (+)= the answers. Scratch is no larger than it has to be."""
@@ -74,6 +79,11 @@ class Mixture:
         kernels.ops.gate_up_pairs(h, *what, scratch, up_bias, 1.7, self.scales_input)
         kernels.ops.down_pairs(y, self.down, self.bundles, h, *chosen, add, scratch)
         return h, counts
+
+
+def met_by_pairs(format: str, x: F32) -> F32:
+    """Pairs are many tokens, however many they are."""
+    return x if format in SIXTEEN else as_the_kernel_sees(format, x)
 
 
 def mixture(
@@ -100,17 +110,20 @@ def pairs_case(kernels: Kernels, m: Mixture, x: F32, shares: F32, active: int, a
     n, dim = m.gate.rows // shares.shape[1], x.shape[1]
     there = normal(8, len(x), dim)
     want = there.copy() if add else np.zeros_like(there)
+    y = kernels.put(there) if add else kernels.filled(len(x), dim)
+    h, counts = m.run(kernels, x, shares, active, y, add)
+    found, end = h.cpu().numpy(), 0  # whose rounding to int8 `down` is held to
     read, counted = [], np.zeros(4, np.int64)
     for e in range(shares.shape[1]):
         mine = shares[:, e] != 0
         if not mine.any():
             continue
-        gates, h, as_read, answers = m.expert(e, n, x[mine], shares[mine, e : e + 1])
-        want[mine] += answers
+        gates, neurons, as_read = m.expert(e, n, x[mine], shares[mine, e : e + 1])
+        first, end = end, end + len(as_read)
+        want[mine] += m.answers(e, found[first:end], dim)
         read.append(as_read)
-        counted += (h != 0).sum(), (gates != 0).any(axis=0).sum(), n, (h != 0).any(axis=0).sum()
-    y = kernels.put(there) if add else kernels.filled(len(x), dim)
-    h, counts = m.run(kernels, x, shares, active, y, add)
+        open = (gates != 0).any(axis=0).sum()
+        counted += (neurons != 0).sum(), open, n, (neurons != 0).any(axis=0).sum()
     pairs = np.concatenate(read)
     kernels.check(h[: len(pairs)], pairs)
     kernels.check(y, want)

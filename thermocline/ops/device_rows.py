@@ -129,7 +129,7 @@ class Scratch:
         return tables, flat[end:].view(tokens * active, dim)
 
     def quantised(self, tokens: int, columns: int) -> torch.Tensor:
-        """i32, flat, for tokens in int8; apart from what `take` gives.
+        """i32, flat, for tokens (or pairs) in int8; apart from what `take` gives.
 
         columns / 4 words of each token, four columns in each; then of each token's blocks of 32 columns the
         scale (f32); then the sums of their halves, two i16.
@@ -137,6 +137,16 @@ class Scratch:
         size = device_sizes.quantised_words(tokens, columns)
         room = self.floats[self.sizes.floats : len(self.floats) - self.sizes.arrivals]
         assert size <= room.numel(), f"{tokens} tokens of {columns} in int8, made for {self.sizes}"
+        return room[:size].view(torch.int32)
+
+    def halves(self, tokens: int, columns: int) -> torch.Tensor:
+        """i32, flat, for tokens (or pairs) in f16: apart from those in int8.
+
+        columns / 2 words of each token, of columns in whole eights; then of each what it was divided by.
+        """
+        size = device_sizes.half_words(tokens, columns)
+        room = self.floats[self.sizes.floats + self.sizes.quantised : len(self.floats) - self.sizes.arrivals]
+        assert size <= room.numel(), f"{tokens} tokens of {columns} in f16, made for {self.sizes}"
         return room[:size].view(torch.int32)
 
 

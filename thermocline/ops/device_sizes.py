@@ -17,6 +17,8 @@ SPAN = 128  # positions, or neurons, that one program adds up before sums are jo
 JOINED_APART = 64 * 4 * 128
 MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
 PAIRS = 32  # (token, expert) pairs of a tile: of one expert, multiplied at once
+# Formats that more than FEW tokens meet in f32, or as tf32; others in int8, or f16 in f16.
+AS_F32 = "f32", "bf16", "q6_k", "q3_k", "q2_k"
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
 PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
 EXPERT_BYTES = 64 << 20  # likewise of whole experts: gate and up of one, or its down
@@ -46,8 +48,17 @@ class KernelSizes:
 
     @property
     def scratch_bytes(self) -> int:
-        """Floats, behind them inputs of few tokens in int8, and `Scratch.arrivals`."""
-        return 4 * (self.floats + quantised_words(min(self.tokens, FEW), self._widest) + self.arrivals)
+        """Floats, behind them inputs of matrices in int8 and of many tokens in f16, and `Scratch.arrivals`."""
+        half = half_words(self.tokens, self._widest) if self.tokens > FEW else 0
+        pairs = half_words(self.tokens * self.active, self.neurons) if self.experts > 1 else 0
+        return 4 * (self.floats + self.quantised + max(half, pairs) + self.arrivals)
+
+    @property
+    def quantised(self) -> int:
+        """Words of inputs in int8: of few tokens those of all experts, of more those of each token's own."""
+        few = quantised_words(min(self.tokens, FEW), max(self._widest, self.neurons * self.experts))
+        pairs = quantised_words(self.tokens * self.active, self.neurons)
+        return -(-max(few, pairs, quantised_words(self.tokens, self._widest)) // 4) * 4
 
     @property
     def _widest(self) -> int:
@@ -78,6 +89,11 @@ class KernelSizes:
 def quantised_words(tokens: int, columns: int) -> int:
     """Words of 4 bytes that tokens take in int8: of 32 columns 8, a scale and a sum."""
     return tokens * -(-columns // 32) * 10
+
+
+def half_words(tokens: int, columns: int) -> int:
+    """Words of 4 bytes that tokens take in f16: columns in whole eights, and a scale."""
+    return tokens * (-(-columns // 8) * 4 + 1)
 
 
 def pair_tiles(tokens: int, experts: int, active: int) -> int:
@@ -242,8 +258,8 @@ def piece_bytes(spec: ModelSpec) -> int:
 
 
 def _widest(spec: ModelSpec) -> int:
-    """Count the columns of the widest input of a matrix."""
-    neurons = max(spec.ffn_dim * spec.n_experts, spec.shared_dim, spec.dense_dim)
+    """Count the columns of the widest input of a matrix; experts' are apart."""
+    neurons = max(spec.ffn_dim, spec.shared_dim, spec.dense_dim)
     return max(spec.dim, neurons, spec.per_layer_dim, *_attention(spec).values(), *_mixers(spec).values())
 
 

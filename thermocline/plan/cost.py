@@ -298,8 +298,8 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
     return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
-def launches(on_gpu: str, shared: bool, work: Work, apart: int = 0) -> tuple[int, int]:
-    """Return the kernels of (attention, an FFN) on a GPU. All but `work` are as `LayerWork`'s.
+def launches(on_gpu: str, shared: bool, format: str, work: Work, apart: int = 0) -> tuple[int, int]:
+    """Return the kernels of (attention, an FFN) on a GPU. `on_gpu`, `shared`, `apart`: as `LayerWork`'s.
 
     Attention is a norm, q k v, rope with the store, scores, their spans' join, and out; of few tokens q k v
     does rope and the store, too, and scores are joined at once, but for what is `apart`. An FFN is a norm,
@@ -309,8 +309,10 @@ def launches(on_gpu: str, shared: bool, work: Work, apart: int = 0) -> tuple[int
     """
     mixture = on_gpu != "all" and work.experts > 1
     if work.batch > device_sizes.FEW:
-        # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts.
-        return 6, 5 + 2 * mixture + 4 * shared
+        # Gate, up, the activation, down; or tokens by expert, gate with up, down, the sum of experts. A
+        # product makes its input int8 or f16, but not that of rows for each neuron. A router is one, too.
+        made, inputs = int(format not in device_sizes.AS_F32), 3 - (on_gpu == "any")
+        return 6 + 2 * made, 5 + 2 * mixture + inputs * made + (4 + 3 * made) * shared
     return 4 + apart, 3 + (on_gpu == "any") + 2 * mixture + 2 * shared
 
 
@@ -342,7 +344,7 @@ def layer_times(
     if has_gpu:
         assert v.tiers.gpu is not None
         launch_us = v.tiers.gpu.launch_us
-        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, work, layer.apart)
+        of_attention, of_ffn = launches(layer.on_gpu, layer.shared, v.format, work, layer.apart)
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + of_attention * launch_us
         attends = np.where(a, here, 0.0)
         asking = v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)

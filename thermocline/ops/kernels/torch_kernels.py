@@ -24,6 +24,7 @@ from thermocline.ops.interface import CANDIDATES, Heads
 Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NOUGHT = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4, "tq2_0": 1}  # what stands for 0
+SIXTEEN = "q6_k", "q3_k", "q2_k"  # columns of a scale: of more than FEW tokens these meet floats
 PIECE = 1 << 22  # weights, or numbers of keys, that are floats at once: in all 16 to 24 bytes of each
 Times = Callable[[Rows, Tensor, Tensor | None], Tensor]
 BOOKS = {"iq4_nl": IQ4, "iq4_xs": IQ4, "mxfp4": E2M1}  # numbers are places in these
@@ -64,8 +65,9 @@ def matmul(
 ) -> None:
     """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
 
-    out may be some columns of a wider tensor. Up to FEW tokens meet rows in blocks as the CPU's do, in int8
-    (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`; more are floats.
+    out may be some columns of a wider tensor. Tokens meet rows in blocks as the CPU's do, in int8
+    (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`. More than FEW, and pairs of a
+    mixture, are floats where 16 columns have a scale.
     """
     _put(out, _times(w, x, bias, ints), add)
 
@@ -449,8 +451,9 @@ def gate_up_pairs(
     """h [B * active, n] = as `gate_up`'s, of the experts that each token goes to: (token, expert) pairs, by
     expert, then by token. What is behind the last pair is nothing's.
 
-    weights [B, experts]: of a token at most `active` are not 0. x [B, dim] is f32 whatever B is. scratch
-    keeps for `down_pairs` what was sorted. (Here the host reads which tokens go where.)
+    weights [B, experts]: of a token at most `active` are not 0. x [B, dim] meets rows as many tokens do,
+    however many there are. scratch keeps for `down_pairs` what was sorted. (Here the host reads which tokens
+    go where.)
     """
     n, first = gate.rows // weights.shape[1], 0
     for e, tokens in _going(weights):
@@ -460,7 +463,7 @@ def gate_up_pairs(
         (own, own_up), (bias, own_up_bias) = rows, biases
         assert own is not None
         what = own, bias, own_up, x[tokens], activation, bound, up_relu, None, weights[tokens, mine], counts
-        _gate_up(_exactly, h[first:end], *what, own_up_bias, alpha, scales_input)
+        _gate_up(_tiled, h[first:end], *what, own_up_bias, alpha, scales_input)
         first = end
 
 
@@ -482,7 +485,7 @@ def down_pairs(
     y, first = torch.zeros_like(out), 0
     for e, tokens in _going(weights):
         own, mine = rows.part(e, weights.shape[1]), h[first : first + len(tokens)]
-        y[tokens] += _bundled(own, mine) if bundles else _exactly(own, mine, None)
+        y[tokens] += _bundled(own, mine) if bundles else _tiled(own, mine, None)
         first += len(tokens)
     _put(out, y, add)
 
@@ -788,6 +791,11 @@ def _times(w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None) -> Tens
     return _exactly(w, _met(w, x, ints), bias)
 
 
+def _tiled(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+    """As many tokens are multiplied, however many they are."""
+    return _exactly(w, x if w.format in SIXTEEN else _met(w, x), bias)
+
+
 def _exactly(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
     y = torch.cat([x @ _decode(w, w.data[s]).T for s in _pieces(w.rows, w.columns)], dim=1)
     return y if bias is None else y + bias
@@ -810,7 +818,7 @@ def _pieces(n: int, each: int) -> list[slice]:
 
 def _met(w: Rows, x: Tensor, ints: Vector = None) -> Tensor:
     """Return x as these rows meet it."""
-    if w.format in PLAIN or len(x) > FEW:
+    if w.format in PLAIN or (len(x) > FEW and w.format in SIXTEEN):
         return x
     q, scales = _as_bytes(x) if ints is None else _from_ints(ints)
     return (q * scales[..., None]).view(x.shape)

@@ -69,6 +69,33 @@ def put_ints(to, y, at, there, blocks):
 
 
 @triton.jit
+def halve(to, x, width, pitch, C: tl.constexpr):
+    """A token of x [.., width] in f16, divided by a power of two; `pitch` numbers, and behind all the powers.
+
+    The largest becomes 2**13 to 2**14: so products with f16 lose what tf32 loses, and f32 holds their sums. A
+    token with an infinity or a NaN has a NaN.
+    """
+    follow()
+    t = tl.program_id(0).to(tl.int64)
+    most, wrong = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    for start in range(0, width, C):
+        c = start + tl.arange(0, C)
+        y = tl.load(x + t * width + c, mask=c < width, other=0)
+        most, wrong = tl.maximum(most, tl.abs(y)), wrong + (y - y)
+    peak, odd = tl.max(most, axis=0), tl.sum(wrong, axis=0)
+    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 14), 254)
+    scale = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    halves = to.to(tl.pointer_type(tl.float16)) + t * pitch
+    for start in range(0, width, C):
+        c = start + tl.arange(0, C)
+        y = tl.load(x + t * width + c, mask=c < width, other=0)
+        tl.store(halves + c, (y * inverse).to(tl.float16), mask=c < width)
+    scales = (to + tl.num_programs(0).to(tl.int64) * (pitch // 2)).to(tl.pointer_type(tl.float32))
+    tl.store(scales + t, scale + odd)
+
+
+@triton.jit
 def nearest(y):
     """The nearest integers, of two the even one. Assembly, so that no product is fused into it."""
     if assembles():

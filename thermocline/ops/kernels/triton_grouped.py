@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thermocline.ops.kernels.triton_rows import put, row_products, tile_products
 from thermocline.ops.kernels.triton_target import follow
+from thermocline.ops.kernels.triton_tiles import put, row_products, tile_products
 from thermocline.ops.kernels.triton_tokens import activation, up_factor
 
 
@@ -77,7 +77,7 @@ def tile_at(tiles, i):
 
 @triton.jit
 def gate_up_pairs(
-    h, gate, bias, up, up_bias, x, weights, pairs, tiles, marks, counts,
+    h, gate, bias, up, up_bias, x, given, given_up, weights, pairs, tiles, marks, counts,
     n, columns, gate_stride, up_stride, tokens, pitch, bound, alpha,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
@@ -85,7 +85,8 @@ def gate_up_pairs(
 ):  # fmt: skip
     """h [pairs, n]: N neurons of a tile's expert, which has n, for its tokens. The rest as gate_up_few's.
 
-    marks: of each neuron the bits of what one of its tiles has counted already.
+    given, given_up: as tile_products'. marks: of each neuron the bits of what one of its tiles has counted
+    already.
     """
     follow()
     expert, first, count = tile_at(tiles, tl.program_id(1))
@@ -98,8 +99,8 @@ def gate_up_pairs(
     live = row < n
     share = tl.load(weights + token * pitch + expert, mask=there, other=0)[:, None]
     token = tl.where(there, token, tokens)
-    y = tile_products(gate + expert * n * gate_stride, row, n, columns, gate_stride, x, token, tokens,
-                      FORMAT, G, V)  # fmt: skip
+    y = tile_products(gate + expert * n * gate_stride, row, n, columns, gate_stride, x, given, token, tokens,
+                      tokens, FORMAT, G, V)  # fmt: skip
     if bias is not None:
         y += tl.load(bias + expert * n + row, mask=live, other=0)[None, :]
     if SCALES:
@@ -108,8 +109,8 @@ def gate_up_pairs(
     a = tl.where(ok, activation(y, bound, alpha, ACTIVATION), 0.0)
     bits = 1 + 2 * tl.max((a != 0).to(tl.int32), axis=0)
     if up is not None:
-        u = tile_products(up + expert * n * up_stride, row, n, columns, up_stride, x, token, tokens,
-                          UP_FORMAT, UP_G, UP_V)  # fmt: skip
+        u = tile_products(up + expert * n * up_stride, row, n, columns, up_stride, x, given_up, token, tokens,
+                          tokens, UP_FORMAT, UP_G, UP_V)  # fmt: skip
         if up_bias is not None:
             u += tl.load(up_bias + expert * n + row, mask=live, other=0)[None, :]
         if SCALES:
@@ -130,17 +131,20 @@ def gate_up_pairs(
 
 @triton.jit
 def down_pairs(
-    answers, data, h, tiles, rows, columns, stride,
+    answers, data, h, given, tiles, rows, columns, stride, pairs,
     M: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """answers [pairs, rows]: N rows of a tile's expert, which has `rows`, times h [pairs, columns]."""
+    """answers [pairs, rows]: N rows of a tile's expert, which has `rows`, times h [pairs, columns].
+
+    given: as tile_products'.
+    """
     follow()
     expert, first, count = tile_at(tiles, tl.program_id(1))
     if count == 0:
         return
     row, pair = tl.program_id(0) * N + tl.arange(0, N), first + tl.arange(0, M)
-    y = tile_products(data + expert * rows * stride, row, rows, columns, stride, h, pair, first + count,
-                      FORMAT, G, V)  # fmt: skip
+    y = tile_products(data + expert * rows * stride, row, rows, columns, stride, h, given, pair,
+                      first + count, pairs, FORMAT, G, V)  # fmt: skip
     put(answers, y, pair, first + count, row, rows, False)
 
 

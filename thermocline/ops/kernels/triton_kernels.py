@@ -39,7 +39,7 @@ from thermocline.ops.kernels import (
     triton_states,
     triton_tokens,
 )
-from thermocline.ops.kernels.triton_stored import loader
+from thermocline.ops.kernels.triton_stored import loader, operands
 from thermocline.ops.kernels.triton_target import overlaps
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at 
 JOINED = 8192  # numbers of spans that a program joins at once: 64 of a thread
 # Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
 TILE_ROWS, TILE_WARPS = 64, 8
+MANY_BLOCKS = 4  # that a program of `matmul_many` has on their way in int8; of 5 bits half: as many spill
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 PAIR_ROWS, PAIR_WARPS = 64, 8  # of a program for (token, expert) pairs: of 128 rows, gate and up spill
@@ -520,7 +521,9 @@ def gate_up_pairs(
     launch(triton_grouped.arrange, grid, *what, warps=ARRANGED_WARPS, **fixed)
 
     n, at_up, other = gate.rows // experts, None if up is None else _at(up), up or gate
-    args = h, _at(gate), gate_bias, at_up, up_bias, x, weights, pairs, tile, marks, counts
+    given = _given(x, scratch, gate)
+    for_up = given if operands(gate.format) == operands(other.format) else _given(x, scratch, other)
+    args = h, _at(gate), gate_bias, at_up, up_bias, x, given, for_up, weights, pairs, tile, marks, counts
     sizes = n, gate.columns, gate.stride, other.stride, t, pitch, bound, alpha
     fixed = {"ACTIVATION": activation, "UP_RELU": up_relu, "SCALES": scales_input}
     fixed |= {"M": PAIRS, "N": PAIR_ROWS, **_many(gate)}
@@ -545,7 +548,6 @@ def down_pairs(
     n = rows.rows // experts if bundles else rows.columns
     tiles = pair_tiles(t, experts, active)
     (_, places, tile, _), answers = scratch.pairs(t, experts, active, experts * n, dim)
-    what = answers, _at(rows), h, tile
     if bundles:
         s, g = _bundle_units(rows)
         fixed: dict[str, Any] = {"FORMAT": rows.format, "M": PAIRS, "K": 32, "G": g, "V": s.v}
@@ -553,7 +555,7 @@ def down_pairs(
         launch(
             triton_grouped.down_bundle_pairs,
             grid,
-            *what,
+            *(answers, _at(rows), h, tile),
             n,
             dim,
             rows.stride,
@@ -564,9 +566,9 @@ def down_pairs(
     else:
         grid = _ceil(dim, PAIR_ROWS), tiles
         fixed = {"M": PAIRS, "N": PAIR_ROWS, **_many(rows)}
-        launch(
-            triton_grouped.down_pairs, grid, *what, dim, n, rows.stride, stages=3, warps=PAIR_WARPS, **fixed
-        )
+        args = answers, _at(rows), h, _given(h, scratch, rows), tile, dim, n, rows.stride, len(h)
+        how = {"stages": 3, "warps": PAIR_WARPS, "registers": DOT_REGISTERS[1]}
+        launch(triton_grouped.down_pairs, grid, *args, **how, **fixed)
     ends = t, _ceil(dim, ELEMENTWISE)
     launch(triton_grouped.add_pairs, ends, out, answers, places, active, dim, ADD=add, C=ELEMENTWISE)
 
@@ -753,8 +755,9 @@ def _matmul(
         m = min(128, _power(t))
         fixed |= {"M": m, "N": 64, **_many(w)}
         grid = _ceil(w.rows, 64), _ceil(t, m)
-        args = out, _at(w), x, bias, *shape, t, out.stride(0)
-        launch(triton_rows.matmul_many, grid, *args, stages=3, warps=_warps(w, m), **fixed)
+        args = out, _at(w), x, _given(x, scratch, w), bias, *shape, t, out.stride(0)
+        how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
+        launch(triton_rows.matmul_many, grid, *args, **how, **fixed)
 
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
@@ -766,10 +769,31 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     launch(triton_rows.down_many, grid, *args, stages=3, warps=_warps(rows, m), **fixed)
 
 
+def _given(x: Tensor, scratch: Scratch, w: Rows) -> Tensor | None:
+    """Queue x [B, columns] as `tile_products` takes it, where it does not take f32."""
+    assert x.is_contiguous()
+    if operands(w.format) == "int8":
+        return _quantised(x, scratch, w)
+    if operands(w.format) == "f16":
+        to, width = scratch.halves(*x.shape), x.shape[1]
+        fixed: dict[str, Any] = {"C": min(4096, _power(width))}
+        launch(triton_bytes.halve, (len(x),), to, x, width, _ceil(width, 8) * 8, **fixed)
+        return to
+    return None
+
+
 def _many(w: Rows) -> dict[str, Any]:
     """For products with many tokens: how `tile_products` reads rows."""
+    if operands(w.format) == "int8":
+        return {"FORMAT": w.format, "G": _blocks_at_once(w), "V": 0}
     v = _shape(w).v
     return {"FORMAT": w.format, "G": min(32, MANY_COLUMNS // loader(w.format).planes) // v, "V": v}
+
+
+def _blocks_at_once(w: Rows) -> int:
+    """Blocks that `byte_tile` takes at a time: whole steps."""
+    blocks, most = w.columns // 32, MANY_BLOCKS // 2 if loader(w.format).more else MANY_BLOCKS
+    return min(most, blocks & -blocks)
 
 
 def _bundle_units(w: Rows) -> tuple[Shape, int]:
@@ -816,8 +840,8 @@ def _registers(w: Rows, tokens: int) -> int:
 
 
 def _warps(w: Rows, m: int) -> int:
-    """Warps of a program for m tokens: where a stored number has several columns, 4 spill with 128."""
-    return 4 if m < 128 or loader(w.format).planes == 1 else 8
+    """Warps of a program for m tokens: of 128, with rows in blocks, 4 spill."""
+    return 4 if m < 128 or loader(w.format).bits == 0 else 8
 
 
 def _units(w: Rows, s: Shape) -> int:

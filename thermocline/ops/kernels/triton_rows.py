@@ -29,7 +29,8 @@ from thermocline.ops.kernels.triton_stored import (
     units,
     unknown_nought,
 )
-from thermocline.ops.kernels.triton_target import fetch_ahead, follow, last_of, precision
+from thermocline.ops.kernels.triton_target import fetch_ahead, follow, last_of
+from thermocline.ops.kernels.triton_tiles import row_products, tile_products
 from thermocline.ops.kernels.triton_tokens import activation, place_of, turned, up_factor
 
 
@@ -413,87 +414,15 @@ def embed(out, data, ids, columns, stride, scale, FORMAT: tl.constexpr, G: tl.co
 
 
 @triton.jit
-def rounded(x):
-    """To the nearest of tf32's numbers; the tensor cores would cut off instead. A NaN stays one."""
-    bits = x.to(tl.int32, bitcast=True)
-    near = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, near, x)
-
-
-@triton.jit
-def tiles(data, row, rows, stride, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Rows [T] and units g [G] decoded: of each plane [T, G * V], as tensor cores take them."""
-    at = data + row.to(tl.int64)[:, None] * stride
-    n = units(at, (row < rows)[:, None], g, columns, FORMAT, V)
-    out = ()
-    for plane in tl.static_range(plane_count(FORMAT)):
-        t = rounded(n[plane]) if kinds(FORMAT) > 1 else n[plane]
-        out = out + (tl.reshape(t, (row.shape[0], g.shape[0] * V)),)
-    return out
-
-
-@triton.jit
-def operand(x, token, tokens, c, width, FORMAT: tl.constexpr):
-    """x [tokens, width] at tokens [M] and columns [K]."""
-    ok = (token < tokens)[:, None] & (c < width)[None, :]
-    y = tl.load(x + token.to(tl.int64)[:, None] * width + c[None, :], mask=ok, other=0)
-    return y if FORMAT == "f32" else rounded(y)
-
-
-@triton.jit
-def tile_products(
-    data, row, rows, columns, stride, x, token, tokens,
-    FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """x [tokens, columns] at tokens [M], times rows [N], G units of them at a time: [M, N].
-
-    f32 weights are multiplied as such, others exactly as tf32.
-    """
-    PLANES: tl.constexpr = plane_count(FORMAT)
-    PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
-    acc = tl.zeros((token.shape[0], row.shape[0]), tl.float32)
-    for start in range(0, tl.cdiv(columns, V * PLANES), G):
-        g = start + tl.arange(0, G)
-        n = tiles(data, row, rows, stride, g, columns, FORMAT, V)
-        first = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
-        for plane in tl.static_range(PLANES):
-            mine = operand(x, token, tokens, first + behind(FORMAT) * plane, columns, FORMAT)
-            acc = tl.dot(mine, tl.trans(n[plane]), acc, precision(PRECISION))
-    return acc
-
-
-@triton.jit
-def row_products(
-    out, data, g, n, columns, stride, h, token, tokens, ADD: tl.constexpr,
-    FORMAT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """out [tokens, columns] (+)= h [tokens, n] times n rows, K at a time: at tokens [M] and units g [G]."""
-    PLANES: tl.constexpr = plane_count(FORMAT)
-    PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
-    acc = (tl.zeros((token.shape[0], g.shape[0] * V), tl.float32),) * PLANES
-    for start in range(0, n, K):
-        row = start + tl.arange(0, K)
-        w = tiles(data, row, n, stride, g, columns, FORMAT, V)
-        a = operand(h, token, tokens, row, n, FORMAT)
-        new = ()
-        for plane in tl.static_range(PLANES):
-            new = new + (tl.dot(a, w[plane], acc[plane], precision(PRECISION)),)
-        acc = new
-    first = tl.reshape(columns_of(g, FORMAT, V), (g.shape[0] * V,))
-    for plane in tl.static_range(PLANES):
-        put(out, acc[plane], token, tokens, first + behind(FORMAT) * plane, columns, ADD)
-
-
-@triton.jit
 def matmul_many(
-    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
+    out, data, x, given, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """out of M tokens and N rows."""
+    """out of M tokens and N rows. given: as tile_products'."""
     follow()
     row = tl.program_id(0) * N + tl.arange(0, N)
     token = tl.program_id(1) * M + tl.arange(0, M)
-    acc = tile_products(data, row, rows, columns, stride, x, token, tokens, FORMAT, G, V)
+    acc = tile_products(data, row, rows, columns, stride, x, given, token, tokens, tokens, FORMAT, G, V)
     if bias is not None:
         acc += tl.load(bias + row, mask=row < rows, other=0)[None, :]
     to = out + token.to(tl.int64)[:, None] * pitch + row[None, :]
@@ -515,12 +444,3 @@ def down_many(
     g = tl.program_id(0) * G + tl.arange(0, G)
     token = tl.program_id(1) * M + tl.arange(0, M)
     row_products(out, data, g, n, columns, stride, h, token, tokens, ADD, FORMAT, K, V)
-
-
-@triton.jit
-def put(out, acc, token, tokens, c, width, ADD: tl.constexpr):
-    to = out + token.to(tl.int64)[:, None] * width + c[None, :]
-    ok = (token < tokens)[:, None] & (c < width)[None, :]
-    if ADD:
-        acc += tl.load(to, mask=ok, other=0)
-    tl.store(to, acc, mask=ok)

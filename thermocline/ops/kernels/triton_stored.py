@@ -422,6 +422,14 @@ def scale_count(format):
 
 
 @triton.constexpr_function
+def operands(format):
+    """The numbers in which a tile of many tokens is multiplied by rows: see triton_tiles."""
+    if loader(format).bits:
+        return "int8" if loader(format).scales == 1 else "tf32"
+    return format if format in ("f32", "f16") else "tf32"
+
+
+@triton.constexpr_function
 def half_of(plane, format):
     """Which of the scales is a plane's."""
     return plane * loader(format).scales // loader(format).planes
