@@ -35,6 +35,7 @@ DenseStream::DenseStream(ExpertFiles& files, uint8_t* slots, size_t stride, size
       threads_(threads),
       came_(*new std::condition_variable),
       room_(*new std::condition_variable),
+      most_(std::max(1u, files.reader.depth() / 2)),
       reads_(files.reader.depth()) {
     for (size_t i = 0; i < layers_.size(); i++) {
         size_t held = 0;
@@ -143,10 +144,6 @@ void DenseStream::done(const Rows& rows) {
 
 // Puts away one read, or sleeps until something has changed.
 void DenseStream::wait(std::unique_lock<std::mutex>& held, int thread) {
-    if (arrived_.empty() && under_way_) {
-        ReadDone ended[64];
-        accept(ended, reader_.take(ended, 64, false));
-    }
     if (!arrived_.empty()) return put_away(held, thread);
     const auto now = std::chrono::steady_clock::now();
     if (!thread && interrupted_ && now - asked_python_ > kAsk) {
@@ -181,13 +178,13 @@ void DenseStream::run() {
     }
 }
 
-// Begins as many reads as there are buffers and slots for, without the lock: each may take the system 30
-// microseconds.
+// Begins as many reads as there may be, without the lock: each may take the system 30 microseconds.
 void DenseStream::submit(std::unique_lock<std::mutex>& held) {
     while (!failed_) {
         ReadRequest requests[16];
         size_t n = 0;
-        for (; n < 16 && !buffers_.empty() && asked_ - done_ < slots_.size(); n++) requests[n] = request();
+        for (; n < 16 && under_way_ + n < most_ && !buffers_.empty() && asked_ - done_ < slots_.size(); n++)
+            requests[n] = request();
         if (!n) return;
         stats_.reads += n, under_way_ += n;
         held.unlock();

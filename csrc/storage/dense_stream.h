@@ -132,6 +132,9 @@ class DenseStream {
     uint64_t end_[N_PHASES] = {0, 0};  // of the running call
     uint64_t turn_ = 0;                // goes up when reading begins elsewhere
     std::vector<Slot> slots_;
+    // Reads under way at most, half of the buffers. A virtual disk ends all that it found waiting at once, so
+    // with as many as buffers it has nothing to do until some are put away.
+    const size_t most_;
     std::vector<Read> reads_;        // by buffer
     std::vector<unsigned> buffers_;  // without a read
     std::deque<unsigned> arrived_;
