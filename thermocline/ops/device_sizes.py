@@ -48,7 +48,7 @@ class KernelSizes:
 
     @property
     def scratch_bytes(self) -> int:
-        """Floats, behind them inputs of matrices in int8 and of many tokens in f16, and `Scratch.arrivals`."""
+        """Floats, behind them inputs in int8, of many tokens in f16, and `Scratch.arrivals`."""
         half = half_words(self.tokens, self._widest) if self.tokens > FEW else 0
         pairs = half_words(self.tokens * self.active, self.neurons) if self.experts > 1 else 0
         return 4 * (self.floats + self.quantised + max(half, pairs) + self.arrivals)
