@@ -773,7 +773,7 @@ def _given(x: Tensor, scratch: Scratch, w: Rows) -> Tensor | None:
     """Queue x [B, columns] as `tile_products` takes it, where it does not take f32."""
     assert x.is_contiguous()
     if operands(w.format) == "int8":
-        return _quantised(x, scratch, w)
+        return _quantised(x, scratch, None, w)
     if operands(w.format) == "f16":
         to, width = scratch.halves(*x.shape), x.shape[1]
         fixed: dict[str, Any] = {"C": min(4096, _power(width))}
