@@ -792,7 +792,7 @@ def _times(w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None) -> Tens
 
 
 def _tiled(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
-    """As many tokens are multiplied, however many they are."""
+    """Return what many tokens give, however many they are."""
     return _exactly(w, x if w.format in SIXTEEN else _met(w, x), bias)
 
 
