@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -692,7 +693,6 @@ def test_gpus_of_this_machine_are_measured_and_closed(
         (("llama-2-7b", "--vram", "8,8"), 2, "name them with --gpu 0,1, or describe them with --hardware"),
         (("llama-2-7b", "--gpu", "none"), 2, "off, auto, a GPU's number, or stand-in"),
         (("llama-2-7b", "--gpu", "stand-in", "--vram", "1,1"), 2, "2 numbers and 1 GPU is named"),
-        (("llama-2-7b", "--gpu", "stand-in", "--cache-type-k", "q8_0"), 6, "keys and values as f16"),
         (("llama-2-7b", "--gpu", "0,1", "--vram", "8,8,8", *KNOWN), 2, "3 numbers and 2 GPUs are named"),
         (("llama-2-7b", "--gpu", "0,0", *KNOWN), 2, "each once, as in 0,1"),
         (("llama-2-7b", "--gpu", "0,", *KNOWN), 2, "each once, as in 0,1"),
@@ -716,6 +716,21 @@ def test_bad_requests_are_one_line_and_a_code(
     ran = thermocline("plan", *args)
     assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1), ran.err
     assert said in ran.err
+
+
+@pytest.mark.oracle
+def test_a_gpus_keys_and_values_are_f16(thermocline: Run) -> None:
+    ran = thermocline("plan", "llama-2-7b", "--gpu", "stand-in", "--cache-type-k", "q8_0")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (6, "", 1), ran.err
+    assert "keys and values as f16" in ran.err
+
+
+def test_a_stand_in_without_torch_is_refused(thermocline: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "thermocline.ops.device", raising=False)
+    ran = thermocline("plan", "llama-2-7b", "--gpu", "stand-in")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (6, "", 1), ran.err
+    assert "torch is not installed: pip install 'thermocline[gpu]'" in ran.err
 
 
 def test_gpus_are_not_planned_for_where_a_machine_has_none(tmp_path: Path, thermocline: Run) -> None:

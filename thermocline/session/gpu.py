@@ -53,9 +53,11 @@ def find(asked: str, vram: float | None = None, trust: Trust | None = None) -> O
     if asked == "off":
         return None
     if asked == STAND_IN:
-        from thermocline.ops.device import StandIn
-        from thermocline.ops.kernels import torch_kernels
-
+        try:
+            from thermocline.ops.device import StandIn
+            from thermocline.ops.kernels import torch_kernels
+        except ImportError as e:
+            raise Unsupported(f"--gpu {asked}: {_missing(e)}") from None
         return OpenGpu(StandIn(), torch_kernels, int((vram or STAND_IN_GIB) * GIB))
     if asked != "auto" and not asked.isdigit():
         raise UsageError(f"--gpu {asked}: it is off, auto, a GPU's number, or {STAND_IN}")
@@ -122,7 +124,7 @@ def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
         import torch
         import triton  # noqa: F401
     except ImportError as e:
-        return f"{e.name} is not installed: pip install 'thermocline[gpu]'"
+        return _missing(e)
     shown, built = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda
     if built is None:
         return f"torch {torch.__version__} is built without CUDA: install one that is"
@@ -137,6 +139,10 @@ def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
     except Unsupported as e:
         return str(e)
     return None
+
+
+def _missing(e: ImportError) -> str:
+    return f"{e.name} is not installed: pip install 'thermocline[gpu]'"
 
 
 def untrusted(model: StoredModel, board: hardware.GpuInfo, index: int) -> str | None:
