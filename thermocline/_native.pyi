@@ -660,7 +660,7 @@ class HostTask:
         """The rows of the step's tokens become 0."""
 
     def copy(self, out: F32, x: F32) -> None:
-        """The rows of the step's tokens."""
+        """The rows of the step's tokens become x's."""
 
     def attention(self, x: F32, h: F32, layer: Attention, slot: StepSlot, kv: KVPages) -> None:
         """`slot`: that of the attention's window."""

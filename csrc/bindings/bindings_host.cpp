@@ -187,7 +187,8 @@ void bind_host(nb::module_& m) {
     nb::class_<HostTask>(m, "HostTask")
         .def(nb::init<nb::object, nb::object>(), "context"_a, "slot"_a)
         .def("zero", &zero, "out"_a.noconvert(), "The rows of the step's tokens become 0.")
-        .def("copy", &copy, "out"_a.noconvert(), "x"_a.noconvert(), "The rows of the step's tokens.")
+        .def("copy", &copy, "out"_a.noconvert(), "x"_a.noconvert(),
+             "The rows of the step's tokens become x's.")
         .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a, "kv"_a,
              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
         .def("mixer", &mixer, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "states"_a.noconvert(),

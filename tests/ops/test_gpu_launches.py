@@ -174,6 +174,14 @@ def test_launches_overlap_where_that_is_asked_for_and_the_card_can(monkeypatch: 
     assert overlapped == [False, False, True]
 
 
+def test_a_format_is_multiplied_in_the_same_numbers_wherever_that_is_said() -> None:
+    """Device code knows it from how rows are read, plans and the stand-in by name."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    from thermocline.ops.kernels.triton_stored import operands
+
+    assert {f for f in quant.FORMATS if operands(f) in ("f32", "tf32")} == set(device_sizes.AS_F32)
+
+
 def test_every_kernel_that_is_launched_waits_for_the_one_before_it_first() -> None:
     """The compile test looks at the kernels of one token alone; prompts have others."""
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")

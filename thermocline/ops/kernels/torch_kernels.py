@@ -18,13 +18,12 @@ from thermocline.model.gguf_blocks import E2M1, IQ4
 from thermocline.model.spec import Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
-from thermocline.ops.device_sizes import FEW
+from thermocline.ops.device_sizes import AS_F32, FEW
 from thermocline.ops.interface import CANDIDATES, Heads
 
 Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NOUGHT = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4, "tq2_0": 1}  # what stands for 0
-SIXTEEN = "q6_k", "q3_k", "q2_k"  # columns of a scale: of more than FEW tokens these meet floats
 PIECE = 1 << 22  # weights, or numbers of keys, that are floats at once: in all 16 to 24 bytes of each
 Times = Callable[[Rows, Tensor, Tensor | None], Tensor]
 BOOKS = {"iq4_nl": IQ4, "iq4_xs": IQ4, "mxfp4": E2M1}  # numbers are places in these
@@ -793,7 +792,7 @@ def _times(w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None) -> Tens
 
 def _tiled(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return what many tokens give, however many they are."""
-    return _exactly(w, x if w.format in SIXTEEN else _met(w, x), bias)
+    return _exactly(w, x if w.format in AS_F32 else _met(w, x), bias)
 
 
 def _exactly(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -818,7 +817,7 @@ def _pieces(n: int, each: int) -> list[slice]:
 
 def _met(w: Rows, x: Tensor, ints: Vector = None) -> Tensor:
     """Return x as these rows meet it."""
-    if w.format in PLAIN or (len(x) > FEW and w.format in SIXTEEN):
+    if w.format in PLAIN or (len(x) > FEW and w.format in AS_F32):
         return x
     q, scales = _as_bytes(x) if ints is None else _from_ints(ints)
     return (q * scales[..., None]).view(x.shape)
