@@ -25,7 +25,7 @@ from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placem
 PHASES = (("gate", "up"), ("down",))  # the matrices whose rows come together
 # Buffers of reads, half of them in flight; a record, and what one of them has at most. A 7B in q4_0 within
 # 2.5 GiB: a median of 1.48 tok/s (1.20 to 1.79) with all in flight, and with 32 of 512 KiB and 64 records
-# 1.23 (1.20 to 1.63); half of them give 1.15 of what all do (log, 2026-11-26 and 27).
+# 1.23 (1.20 to 1.63); half of them give 1.20 of what all do (log, 2026-11-26 and 27).
 DEPTH, PIECE_BYTES = 16, 1 << 20
 LEAST_PIECE = 16 << 10  # the core takes none that are smaller
 WINDOW = 24  # records in memory on their way: read before they are needed, or being computed
