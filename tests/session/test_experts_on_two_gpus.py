@@ -26,6 +26,7 @@ from test_two_devices import SAME, other, two_ops
 
 from thermocline.convert import importer
 from thermocline.errors import BadFile
+from thermocline.machine import this_machine
 from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
 from thermocline.opening.open_model import open_model
@@ -264,8 +265,8 @@ def test_a_second_gpu_takes_experts_that_the_first_has_no_room_for(
     model, (half, _) = open_model(path, "", None), budgets
     want, bare = alone(model), least(model, half)
     vram = bare + 0.6 * (half - bare)
-    machine = session_gpu.this_machine.tiers_here(2, formats=[x.format for x in model.tensors.values()])
-    monkeypatch.setattr(session_gpu.this_machine, "tiers_here", lambda *_, **__: machine)  # measured once
+    machine = this_machine.tiers_here(2, formats=[x.format for x in model.tensors.values()])
+    monkeypatch.setattr(this_machine, "tiers_here", lambda *_, **__: machine)  # measured once
     with Session.open(model, asked(vram)) as session:
         assert session.plan is not None
         before, slower = session.placement, session.plan
