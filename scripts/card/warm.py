@@ -90,7 +90,9 @@ def launches(device: StandIn, args: argparse.Namespace, directory: Path) -> None
     opened = OpenGpu(device, triton_kernels, VRAM_BYTES)
     data = device.zeros((1 << 30,), torch.uint8)  # as much as a card is measured with
     for format in dict.fromkeys(("f16", *args.format)):
-        gpu_speed._kernel_gbs(device, triton_kernels, data, format)
+        weights = gpu_speed.weights(data, format)
+        gpu_speed._kernel_gbs(device, triton_kernels, weights)
+        gpu_speed._gflops(device, triton_kernels, weights, *gpu_speed.PROMPT)
     m = Machine(args, opened, None, Clock(time.monotonic() + args.budget_s), directory, "", lambda *_: None)  # type: ignore[arg-type]
     for shape, vram in bench.work_of(args):
         name = f"{shape.label}, {vram}"

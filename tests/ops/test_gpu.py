@@ -660,6 +660,28 @@ def test_what_a_device_reads_is_measured_without_the_wait_for_it(monkeypatch: py
     assert found.share == pytest.approx(1, rel=0.03)
 
 
+def test_a_device_s_prompts_are_measured_with_the_kernel_that_they_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A product of all tokens takes 4 ms, one of a single token 1 ms, by a clock of this test's."""
+    now, asked = 0.0, set()
+
+    class Slow(StandIn):
+        def run(self, kernel: Any, *args: Any) -> None:
+            nonlocal now
+            tokens = len(args[2]) if kernel is torch_kernels.matmul else 1
+            asked.add(tokens)
+            now += 4e-3 if tokens > 1 else 1e-3
+
+    slow = Slow()
+    monkeypatch.setattr(gpu_speed, "time", SimpleNamespace(perf_counter=lambda: now))
+    for name in ("_launch_us", "_handover_us", "_link_gbs"):
+        monkeypatch.setattr(gpu_speed, name, lambda *_: 1.0)
+    found = gpu_speed.gpu_tier(slow, torch_kernels, 64 << 20, "q4_0")
+    slow.close()
+    assert asked == {1, 32} and found.gflops == pytest.approx(2 * 32 * 256 * 4096 / 4e-3 / 1e9)
+
+
 def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Callable[..., Any]) -> None:
     argv = ["bench", "-m", str(tiny_pack), "-p", "8", "-n", "4", "-r", "1", "-o", "jsonl", "-q"]
     ran = thermocline(*argv, "--gpu", "stand-in", "-t", "2")

@@ -91,7 +91,6 @@ def measured_before(here: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(here, gpu=fast)
 
     monkeypatch.setattr(gpu, "tiers_of", tiers_of)
-    monkeypatch.setattr(gpu_speed, "_gflops", lambda device: 1.0)  # 25 ms
     for name, value in {"RUNS": 1, "LAUNCHES": 3, "HANDOVERS": 2, "COLUMNS": 256, "LEAST_S": 0}.items():
         monkeypatch.setattr(gpu_speed, name, value)
 

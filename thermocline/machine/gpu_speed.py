@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
 
 COLUMNS = 4096  # of the matrix that kernels are measured with
+PROMPT, SMALL = (512, 4096), (32, 256)  # tokens, and rows that they meet; of what stands in for a card
 RUNS = 5  # figures are medians of this many runs
 LAUNCHES, HANDOVERS = 200, 50  # queued at once
 LEAST_S = 0.01  # of work that is queued at once
@@ -35,43 +37,44 @@ def gpu_tier(
     size = min(largest, free_bytes // SHARE_OF_FREE) // (1 << 20) * (1 << 20)
     data = device.zeros((size,), torch.uint8)
     read = size / _seconds(device, lambda: device.run(_sum, data.view(torch.float32))) / 1e9
+    w = weights(data, format)
+    tokens, rows = PROMPT if device.torch.type == "cuda" else SMALL
     return GpuTier(
         vram_bytes=free_bytes,
         read_gbs=read,
-        share=min(1.0, _kernel_gbs(device, kernels, data, format) / read),
-        gflops=_gflops(device),
+        share=min(1.0, _kernel_gbs(device, kernels, w) / read),
+        gflops=_gflops(device, kernels, w, tokens, rows),
         launch_us=_launch_us(device),
         sync_us=_handover_us(device),
         link_gbs=_link_gbs(device, data),
     )
 
 
+def weights(data: torch.Tensor, format: str) -> DeviceRows:
+    """Return as many rows of zeros as there is room for."""
+    width = quant.row_bytes(format, COLUMNS)
+    return DeviceRows(data[: len(data) // width * width].view(-1, width), format, COLUMNS)
+
+
 def _sum(x: torch.Tensor) -> None:
     x.sum()
 
 
-def _kernel_gbs(device: Device, kernels: Any, data: torch.Tensor, format: str) -> float:
-    width = quant.row_bytes(format, COLUMNS)
-    w = DeviceRows(data[: len(data) // width * width].view(-1, width), format, COLUMNS)
-    sizes = KernelSizes(tokens=1, dim=COLUMNS, neurons=COLUMNS, heads=1, head_dim=64, positions=32)
-    x, y = device.zeros((1, COLUMNS), torch.float32), device.zeros((1, w.rows), torch.float32)
+def _kernel_gbs(device: Device, kernels: Any, w: DeviceRows) -> float:
+    return w.nbytes / _product_seconds(device, kernels, w, 1) / 1e9
+
+
+def _gflops(device: Device, kernels: Any, w: DeviceRows, tokens: int, rows: int) -> float:
+    """As prompts are multiplied: with int8, f16 or tf32, as the format goes."""
+    some = replace(w, data=w.data[:rows])
+    return 2.0 * tokens * some.rows * COLUMNS / _product_seconds(device, kernels, some, tokens) / 1e9
+
+
+def _product_seconds(device: Device, kernels: Any, w: DeviceRows, tokens: int) -> float:
+    sizes = KernelSizes(tokens=tokens, dim=COLUMNS, neurons=COLUMNS, heads=1, head_dim=64, positions=32)
+    x, y = (device.zeros((tokens, n), torch.float32) for n in (COLUMNS, w.rows))
     scratch = Scratch(device.zeros((sizes.scratch_bytes // 4,), torch.float32), sizes)
-
-    def work() -> None:
-        device.run(kernels.matmul, y, w, x, None, False, scratch)
-
-    return w.nbytes / _seconds(device, work) / 1e9
-
-
-def _gflops(device: Device, n: int = 4096) -> float:
-    n = n if device.torch.type == "cuda" else 256
-    a, b = (device.zeros((n, n), torch.float16) for _ in range(2))
-    c = device.zeros((n, n), torch.float16)
-    return 2.0 * n**3 / _seconds(device, lambda: device.run(_product, a, b, c)) / 1e9
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-    torch.mm(a, b, out=c)
+    return _seconds(device, lambda: device.run(kernels.matmul, y, w, x, None, False, scratch))
 
 
 def _launch_us(device: Device) -> float:
