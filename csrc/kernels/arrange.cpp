@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include <type_traits>
+
 #ifdef THERMOCLINE_X86
 #include <emmintrin.h>
 #endif
@@ -200,20 +202,74 @@ void tq2_0(size_t n, const uint8_t* from, uint8_t* to) {
 // ---- rows in groups
 
 #ifdef THERMOCLINE_X86
-// Four dwords of each of four rows that are neighbours in their group: a vector of each becomes one of all.
-void turn_dwords(const LaneOfGroup* rows, size_t from, uint8_t* to, size_t stride) {
-    __m128i row[4], half[4];
-    for (int r = 0; r < 4; r++)
-        row[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r].row + from));
-    half[0] = _mm_unpacklo_epi32(row[0], row[1]), half[1] = _mm_unpacklo_epi32(row[2], row[3]);
-    half[2] = _mm_unpackhi_epi32(row[0], row[1]), half[3] = _mm_unpackhi_epi32(row[2], row[3]);
-    const __m128i turned[4] = {_mm_unpacklo_epi64(half[0], half[1]), _mm_unpackhi_epi64(half[0], half[1]),
-                               _mm_unpacklo_epi64(half[2], half[3]), _mm_unpackhi_epi64(half[2], half[3])};
-    to += 4 * rows[0].lane;
+template <size_t UNIT>
+using Unit = std::integral_constant<size_t, UNIT>;
+
+const __m128i* vector_at(const uint8_t* p) { return reinterpret_cast<const __m128i*>(p); }
+__m128i* vector_at(uint8_t* p) { return reinterpret_cast<__m128i*>(p); }
+
+// Squares of units are turned: 4 by 4 of 4 bytes, else 8 by 8. Each comes from as many rows that are
+// neighbours in their group, from byte `from` of each. Unit i of all of them goes to to + i * stride.
+
+void turn(Unit<4>, const LaneOfGroup* rows, size_t from, uint8_t* to, size_t stride) {
+    __m128i x[4], y[4];
+    for (int r = 0; r < 4; r++) x[r] = _mm_loadu_si128(vector_at(rows[r].row + from));
+    for (int i = 0; i < 2; i++) {
+        y[i] = _mm_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        y[i + 2] = _mm_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    }
+    for (size_t i = 0; i < 4; i += 2, to += 2 * stride) {
+        _mm_storeu_si128(vector_at(to), _mm_unpacklo_epi64(y[i], y[i + 1]));
+        _mm_storeu_si128(vector_at(to + stride), _mm_unpackhi_epi64(y[i], y[i + 1]));
+    }
+}
+
+void turn(Unit<2>, const LaneOfGroup* rows, size_t from, uint8_t* to, size_t stride) {
+    __m128i x[8], y[8];
+    for (int r = 0; r < 8; r++) x[r] = _mm_loadu_si128(vector_at(rows[r].row + from));
+    for (int i = 0; i < 4; i++) {  // of two rows: four units, and the other four
+        y[i] = _mm_unpacklo_epi16(x[2 * i], x[2 * i + 1]);
+        y[i + 4] = _mm_unpackhi_epi16(x[2 * i], x[2 * i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)  // of four rows: two units
+        for (int r = 0; r < 2; r++) {
+            x[i + r] = _mm_unpacklo_epi32(y[i + 2 * r], y[i + 2 * r + 1]);
+            x[i + r + 2] = _mm_unpackhi_epi32(y[i + 2 * r], y[i + 2 * r + 1]);
+        }
+    for (size_t i = 0; i < 8; i += 2, to += 2 * stride) {
+        _mm_storeu_si128(vector_at(to), _mm_unpacklo_epi64(x[i], x[i + 1]));
+        _mm_storeu_si128(vector_at(to + stride), _mm_unpackhi_epi64(x[i], x[i + 1]));
+    }
+}
+
+void turn(Unit<1>, const LaneOfGroup* rows, size_t from, uint8_t* to, size_t stride) {
+    __m128i x[4], y[4];
     for (int i = 0; i < 4; i++)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + size_t(i) * stride), turned[i]);
+        x[i] = _mm_unpacklo_epi8(_mm_loadl_epi64(vector_at(rows[2 * i].row + from)),
+                                 _mm_loadl_epi64(vector_at(rows[2 * i + 1].row + from)));
+    for (int i = 0; i < 2; i++) {  // of four rows: four units, and the other four
+        y[i] = _mm_unpacklo_epi16(x[2 * i], x[2 * i + 1]);
+        y[i + 2] = _mm_unpackhi_epi16(x[2 * i], x[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i += 2) {  // of all: two units
+        x[i] = _mm_unpacklo_epi32(y[i], y[i + 1]);
+        x[i + 1] = _mm_unpackhi_epi32(y[i], y[i + 1]);
+    }
+    for (size_t i = 0; i < 4; i++, to += 2 * stride) {
+        _mm_storel_epi64(vector_at(to), x[i]);
+        _mm_storel_epi64(vector_at(to + stride), _mm_unpackhi_epi64(x[i], x[i]));
+    }
 }
 #endif
+
+// A line that will be written, into the caches.
+void ask_for(uint8_t* p) {
+#ifdef __GNUC__
+    __builtin_prefetch(p, 1);
+#else
+    (void)p;
+#endif
+}
 
 bool are_neighbours(const LaneOfGroup* rows, size_t count) {
     for (size_t r = 1; r < count; r++)
@@ -225,17 +281,20 @@ bool are_neighbours(const LaneOfGroup* rows, size_t count) {
 template <size_t UNIT>
 void to_group(size_t n, size_t from, const LaneOfGroup* rows, size_t count, uint8_t* to, size_t group,
               bool in_turn) {
+    size_t i = 0;
 #ifdef THERMOCLINE_X86
-    if (UNIT == 4 && in_turn && n % 4 == 0 && count % 4 == 0) {
-        for (size_t i = 0; i < n; i += 4, from += 16, to += 16 * group)
-            for (size_t r = 0; r < count; r += 4) turn_dwords(rows + r, from, to, 4 * group);
-        return;
-    }
+    constexpr size_t kSide = UNIT == 4 ? 4 : 8;
+    if (in_turn && count % kSide == 0)
+        for (; i + kSide <= n; i += kSide)
+            for (size_t r = 0; r < count; r += kSide)
+                turn(Unit<UNIT>(), rows + r, from + i * UNIT, to + (i * group + rows[r].lane) * UNIT,
+                     group * UNIT);
 #else
     (void)in_turn;
 #endif
-    for (size_t i = 0; i < n; i++, from += UNIT, to += UNIT * group)
-        for (size_t r = 0; r < count; r++) memcpy(to + rows[r].lane * UNIT, rows[r].row + from, UNIT);
+    for (; i < n; i++)
+        for (size_t r = 0; r < count; r++)
+            memcpy(to + (i * group + rows[r].lane) * UNIT, rows[r].row + from + i * UNIT, UNIT);
 }
 template <size_t UNIT>
 void from_group(size_t n, const uint8_t* from, size_t group, uint8_t* to) {
@@ -260,8 +319,11 @@ size_t each_run(Format format, size_t cols, size_t c, size_t group, Fn f) {
     };
     for (int i = numbers; i < kMostPlanes && facts.planes[i]; i++)
         run(i, plane[i], n * facts.planes[i] / 256);
-    for (size_t b = 0; b < n / 32; b++)
-        for (int i = 0; i < numbers; i++) run(i, plane[i] + b * facts.planes[i] / 8, facts.planes[i] / 8);
+    if (numbers == 1)  // they are one run
+        run(0, plane[0], n * facts.planes[0] / 256);
+    else
+        for (size_t b = 0; b < n / 32; b++)
+            for (int i = 0; i < numbers; i++) run(i, plane[i] + b * facts.planes[i] / 8, facts.planes[i] / 8);
     return at;
 }
 
@@ -305,8 +367,10 @@ bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row) 
 void interleave_rows(Format format, size_t cols, size_t group, const LaneOfGroup* rows, size_t count,
                      uint8_t* to) {
     const bool in_turn = are_neighbours(rows, count);
-    for (size_t c = 0; c < cols; c += kSlab * 32)
-        to += each_run(format, cols, c, group, [&](size_t unit, size_t n, size_t from, size_t at) {
+    // The next slab but one is asked for, which is in no cache as a rule: 3.0 GB/s were 2.5 on Zen 3.
+    for (size_t c = 0, slab = 0; c < cols; c += kSlab * 32, to += slab) {
+        for (size_t i = 0; i < slab; i += 64) ask_for(to + 2 * slab + i);
+        slab = each_run(format, cols, c, group, [&](size_t unit, size_t n, size_t from, size_t at) {
             if (unit == 4)
                 to_group<4>(n, from, rows, count, to + at, group, in_turn);
             else if (unit == 2)
@@ -314,6 +378,7 @@ void interleave_rows(Format format, size_t cols, size_t group, const LaneOfGroup
             else
                 to_group<1>(n, from, rows, count, to + at, group, in_turn);
         });
+    }
 }
 
 void slab_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* from, uint8_t* row) {
