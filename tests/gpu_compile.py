@@ -335,16 +335,22 @@ class Absent:
         return self.target
 
 
-def compiled_for(name: str, made: ASTSource, options: dict[str, Any]) -> Any:
-    """Compile for sm_NN, sm_NN+overlap, or gfxNNN: an AMD GPU, gfx9 with 64 threads in a warp."""
-    name, _, overlap = name.partition("+")
-    if overlap:
-        options = options | {"launch_pdl": True}
-    if amd := name.startswith("gfx"):
+def pretend(name: str) -> GPUTarget:
+    """Be on sm_NN, sm_NN+overlap, or gfxNNN: an AMD GPU, gfx9 with 64 threads in a warp."""
+    name = name.partition("+")[0]
+    if name.startswith("gfx"):
         target = GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
     else:
         target = GPUTarget("cuda", int(name[3:]), 32)
     triton.runtime.driver.set_active(Absent(target))
+    return target
+
+
+def compiled_for(name: str, made: ASTSource, options: dict[str, Any]) -> Any:
+    target = pretend(name)
+    if name.endswith("+overlap"):
+        options = options | {"launch_pdl": True}
+    amd = target.backend == "hip"
     known = {k: v for k, v in options.items() if k != "maxnreg"} if amd else options
     return triton.compile(made, target=target, options=known)
 
@@ -364,9 +370,9 @@ def amd_facts(compiled: Any) -> dict[str, Any]:
 
 
 def main(targets: str, tokens: str, formats: str = ",".join(quant.FORMATS)) -> None:
-    found = kernels([int(t) for t in tokens.split(",")], formats.split(","))
-    for name, made, options in found:
-        for target in targets.split(","):
+    for target in targets.split(","):
+        pretend(target)  # launches may depend on it
+        for name, made, options in kernels([int(t) for t in tokens.split(",")], formats.split(",")):
             compiled = compiled_for(target, made, options)
             facts = {"triton": triton.__version__, "kernel": name, "target": target}
             facts |= amd_facts(compiled) if target.startswith("gfx") else look(made, compiled)

@@ -34,8 +34,6 @@ AHEAD = {
 WIDE = {"f32": (16, 1), "f16": (8, 1), "bf16": (8, 1), "q8_0": (16, 2)} | {
     f: (8, 1) for f in ("q2_k", "q3_k", "tq2_0")
 }
-# Bytes that a thread spills all the same: once for a page of keys, beside products of 64 queries.
-SPILLED = {("sm_89", "older", "attend_many"): 16}
 # Instructions of the inner loop a weight, with one token.
 INSTRUCTIONS = {"q4_0": 0.9, "q8_0": 0.65, "q4_k": 1.5, "q6_k": 1.55}
 
@@ -68,7 +66,7 @@ def test_every_kernel_compiles_and_nothing_spills(target: str, triton: str, tmp_
         assert done.returncode == 0, done.stderr
         found += [json.loads(line) for line in done.stdout.splitlines()]
     assert (triton == "older") == all(f["triton"].startswith("3.6.") for f in found)
-    assert [f for f in found if f["spilled"] > SPILLED.get((target, triton, f["kernel"].split()[0]), 0)] == []
+    assert [f for f in found if f["spilled"]] == []
     for f in found:
         if f["kernel"].startswith(("matmul_few", "heads_few", "gate_up_few")) and "B=1 " in f["kernel"]:
             check_products(f)

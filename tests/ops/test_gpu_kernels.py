@@ -337,6 +337,15 @@ def test_attention(kernels: Kernels, case: str) -> None:
         assert gpu_cases.nmse(np.nan_to_num(got.cpu().numpy()), np.nan_to_num(stored)) <= 1e-8  # f16 rounds
 
 
+def test_a_prompt_where_there_is_no_wgmma(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards before sm_90 have tiles of 32 queries, and heads of 65 to 128 in two pieces."""
+    if kernels.ops is torch_kernels:
+        pytest.skip("torch has no tiles")
+    c = attention_case(heads(3, 1, 80, softcap=2.0), [40, 9], 17, 80)
+    monkeypatch.setattr(kernels.ops, "by_warpgroups", lambda: False)
+    kernels.check(rope_store_and_attend(kernels, c)[0], c.expected()[0])
+
+
 PROJECTED = {
     "all turned": attention_case(heads(4, 2, 16), [37, 5, 130], 1, 16),
     "an odd number of pairs": attention_case(heads(1, 1, 24), [40, 9], 2, 24),

@@ -40,7 +40,7 @@ from thermocline.ops.kernels import (
     triton_tokens,
 )
 from thermocline.ops.kernels.triton_stored import loader, operands
-from thermocline.ops.kernels.triton_target import overlaps
+from thermocline.ops.kernels.triton_target import by_warpgroups, overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +69,10 @@ HEAD_PIECE = 128  # elements of a head that a program of `attend` multiplies at 
 JOINED = 8192  # numbers of spans that a program joins at once: 64 of a thread
 # Queries of a program for many tokens: the least of a wgmma, fewer of larger heads. Four warps spill.
 TILE_ROWS, TILE_WARPS = 64, 8
+# The same of heads of 65 to 128 without wgmma, and the piece of a head. Of 64 rows of 128 Triton lays 8 warps
+# side by side, so that each multiplies all rows by keys: 640 instructions of tensor cores for a page, where
+# two tiles of 32 have 384. Triton 3.6 spilled 8 to 32 bytes there.
+NARROW_ROWS, NARROW_WARPS, NARROW_PIECE = 32, 4, 64
 MANY_BLOCKS = 4  # that a program of `matmul_many` has on their way in int8; of 5 bits half: as many spill
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
@@ -214,17 +218,16 @@ def attention(
     window = width * block if heads.window is None else heads.window
     parts = scratch.take(t, heads.n, n_spans, heads.dim + 2)
     group, wide = heads.n // heads.n_kv, max(16, _power(heads.dim))
-    piece = min(wide, HEAD_PIECE)
+    rows, piece, warps = _tile(group, wide) if t > FEW else (0, min(wide, HEAD_PIECE), 4)
     fixed: dict[str, Any] = {"DIM": heads.dim, "BLOCK": block, "D": piece, "PIECES": _ceil(heads.dim, piece)}
     fixed |= {"CAPPED": heads.softcap is not None, "CHUNKED": heads.chunked}
     where = parts, qkv, positions, sequence, table, k, v
     ends = window, heads.scale, heads.softcap or 0.0, qkv.shape[1]
     if t > FEW:
-        rows = max(TILE_ROWS * HEAD_PIECE // max(wide, HEAD_PIECE), _power(group))
         tiles = _ceil(t, rows // group), heads.n_kv, n_spans
         sizes = t, heads.n_kv, group, width, span, n_spans
         fixed["R"] = rows
-        launch(triton_prompts.attend_many, tiles, *where, *sizes, *ends, warps=TILE_WARPS, **fixed)
+        launch(triton_prompts.attend_many, tiles, *where, *sizes, *ends, warps=warps, **fixed)
     else:
         stages = 2 if heads.dim <= 2 * piece else 1  # of 512: 72 KiB of shared memory instead of 132
         how = out, ints, heads.sinks, scratch.arrivals
@@ -854,6 +857,14 @@ def _at(w: Rows) -> Tensor:
         "loads are of whole numbers"
     )
     return w.data[:, w.skip :] if w.skip else w.data
+
+
+def _tile(group: int, wide: int) -> tuple[int, int, int]:
+    """Return of attention by tiles the rows, the elements of a head at once, and the warps."""
+    if wide == 128 and group <= NARROW_ROWS and not by_warpgroups():
+        return NARROW_ROWS, NARROW_PIECE, NARROW_WARPS
+    rows = max(TILE_ROWS * HEAD_PIECE // max(wide, HEAD_PIECE), _power(group))
+    return rows, min(wide, HEAD_PIECE), TILE_WARPS
 
 
 def _block(v: Tensor, dimension: int = 2) -> int:

@@ -42,6 +42,14 @@ def overlaps() -> bool:
     return target is not None and target.backend == "cuda" and bool(target.arch >= 90)
 
 
+def by_warpgroups() -> bool:
+    """Return whether tiles are for products of four warps together, of 64 rows at least: sm_90 to sm_110
+    have them, sm_120 has none. AMD's GPUs and the interpreter take such tiles, too: nothing is tuned there.
+    """
+    target = current_target()
+    return target is None or target.backend != "cuda" or 90 <= target.arch < 120
+
+
 @tl.core.extern
 def overlapping(_semantic=None):
     """Whether what is compiled is for launches that overlap: `launch_pdl` is an option of a compilation."""
