@@ -73,7 +73,9 @@ TILE_ROWS, TILE_WARPS = 64, 8
 # side by side, so that each multiplies all rows by keys: 640 instructions of tensor cores for a page, where
 # two tiles of 32 have 384. Triton 3.6 spilled 8 to 32 bytes there.
 NARROW_ROWS, NARROW_WARPS, NARROW_PIECE = 32, 4, 64
-MANY_BLOCKS = 4  # that a program of `matmul_many` has on their way in int8; of 5 bits half: as many spill
+# That a program of `matmul_many` has on their way in int8. Half, where as many spill: of 5 bits, and of
+# numbers from a book for 64 tokens (8 to 48 bytes on sm_90; half have 1 to 5 % more instructions).
+MANY_BLOCKS = 4
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 PAIR_ROWS, PAIR_WARPS = 64, 8  # of a program for (token, expert) pairs: of 128 rows, gate and up spill
@@ -529,8 +531,8 @@ def gate_up_pairs(
     args = h, _at(gate), gate_bias, at_up, up_bias, x, given, for_up, weights, pairs, tile, marks, counts
     sizes = n, gate.columns, gate.stride, other.stride, t, pitch, bound, alpha
     fixed = {"ACTIVATION": activation, "UP_RELU": up_relu, "SCALES": scales_input}
-    fixed |= {"M": PAIRS, "N": PAIR_ROWS, **_many(gate)}
-    fixed |= {f"UP_{name}": given for name, given in _many(other).items()}
+    fixed |= {"M": PAIRS, "N": PAIR_ROWS, **_many(gate, PAIRS)}
+    fixed |= {f"UP_{name}": given for name, given in _many(other, PAIRS).items()}
     over = _ceil(n, PAIR_ROWS), tiles
     how = {"stages": 3, "warps": PAIR_WARPS, "registers": DOT_REGISTERS[1]}
     launch(triton_grouped.gate_up_pairs, over, *args, *sizes, **how, **fixed)
@@ -568,7 +570,7 @@ def down_pairs(
         )
     else:
         grid = _ceil(dim, PAIR_ROWS), tiles
-        fixed = {"M": PAIRS, "N": PAIR_ROWS, **_many(rows)}
+        fixed = {"M": PAIRS, "N": PAIR_ROWS, **_many(rows, PAIRS)}
         args = answers, _at(rows), h, _given(h, scratch, rows), tile, dim, n, rows.stride, len(h)
         how = {"stages": 3, "warps": PAIR_WARPS, "registers": DOT_REGISTERS[1]}
         launch(triton_grouped.down_pairs, grid, *args, **how, **fixed)
@@ -756,7 +758,7 @@ def _matmul(
         )
     else:
         m = min(128, _power(t))
-        fixed |= {"M": m, "N": 64, **_many(w)}
+        fixed |= {"M": m, "N": 64, **_many(w, m)}
         grid = _ceil(w.rows, 64), _ceil(t, m)
         args = out, _at(w), x, _given(x, scratch, w), bias, *shape, t, out.stride(0)
         how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
@@ -785,18 +787,19 @@ def _given(x: Tensor, scratch: Scratch, w: Rows) -> Tensor | None:
     return None
 
 
-def _many(w: Rows) -> dict[str, Any]:
-    """For products with many tokens: how `tile_products` reads rows."""
+def _many(w: Rows, m: int) -> dict[str, Any]:
+    """For products with many tokens, m of a program: how `tile_products` reads rows."""
     if operands(w.format) == "int8":
-        return {"FORMAT": w.format, "G": _blocks_at_once(w), "V": 0}
+        return {"FORMAT": w.format, "G": _blocks_at_once(w, m), "V": 0}
     v = _shape(w).v
     return {"FORMAT": w.format, "G": min(32, MANY_COLUMNS // loader(w.format).planes) // v, "V": v}
 
 
-def _blocks_at_once(w: Rows) -> int:
+def _blocks_at_once(w: Rows, m: int) -> int:
     """Blocks that `byte_tile` takes at a time: whole steps."""
-    blocks, most = w.columns // 32, MANY_BLOCKS // 2 if loader(w.format).more else MANY_BLOCKS
-    return min(most, blocks & -blocks)
+    blocks, how = w.columns // 32, loader(w.format)
+    half = how.more != "" or (how.book != "" and m == 64)
+    return min(MANY_BLOCKS // 2 if half else MANY_BLOCKS, blocks & -blocks)
 
 
 def _bundle_units(w: Rows) -> tuple[Shape, int]:
