@@ -102,7 +102,9 @@ def _inverse_frequencies(spec: ModelSpec, local: bool, full: bool) -> F32:
     n = spec.rotary_dim or (spec.full_head_dim if full else 0) or spec.head_dim
     theta = spec.local_rope_theta if local and spec.local_rope_theta is not None else spec.rope_theta
     exponent = np.arange(n // 2, dtype=np.float32) * np.float32(2.0 / n)
-    frequency: F32 = (1.0 / np.power(np.float32(theta), exponent)).astype(np.float32)
+    # As f32, numpy's last bit of a power would be the processor's: with AVX-512 it has one of its own.
+    power = np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
+    frequency: F32 = (1.0 / power).astype(np.float32)
     s = spec.rope_scaling
     if s is None or local:
         return frequency
