@@ -39,7 +39,9 @@ def sizes() -> list[str]:
 def markdown_files() -> list[Path]:
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return sorted(ROOT / name for name in names.split("\0") if name and (ROOT / name).exists())
+    found = sorted(ROOT / name for name in names.split("\0") if name and (ROOT / name).exists())
+    environments = {f.parent for f in ROOT.glob("*/pyvenv.cfg")}  # of a name that git does not ignore
+    return [f for f in found if environments.isdisjoint(f.parents)]
 
 
 def without_code(text: str) -> str:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from test_kernels import as_the_kernel_sees
@@ -56,6 +57,17 @@ class Kernels:
     def check(self, got: torch.Tensor, want: F32) -> None:
         assert tuple(got.shape) == want.shape
         assert nmse(got.cpu().numpy(), want) <= self.nmse
+
+
+def multiply_rows_alike(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter multiply as tensor cores do: with BLAS a row's bits depend on where it lies."""
+
+    def matmul(a: F32, b: F32, dtype: Any) -> F32:
+        y: F32 = np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype), optimize=False)
+        return y
+
+    if kernels.slow:
+        monkeypatch.setattr(np, "matmul", matmul)
 
 
 def nmse(got: F32, want: F32) -> float:

@@ -34,6 +34,9 @@ class CachingAllocator:
         """Bytes of the segments that something lies in; others go back before memory is said to be full."""
         return sum(s.nbytes for s in self.segments if any(b.used for b in s.blocks))
 
+    def empty(self) -> None:
+        self.segments = [s for s in self.segments if any(b.used for b in s.blocks)]
+
     def take(self, nbytes: int) -> Block:
         n = max(STEP, -(-nbytes // STEP) * STEP)
         small = n <= SMALL

@@ -15,7 +15,17 @@ import gpu_cases
 import numpy as np
 import pytest
 import torch
-from gpu_cases import Attention, Kernels, attention_case, columns, heads, met, normal, whole
+from gpu_cases import (
+    Attention,
+    Kernels,
+    attention_case,
+    columns,
+    heads,
+    met,
+    multiply_rows_alike,
+    normal,
+    whole,
+)
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.engine.sampler import Sampler, SamplingParams
@@ -387,17 +397,11 @@ def test_heads_are_made_turned_and_stored(kernels: Kernels, format: str, case: s
     assert not bool(outs[0][0].isnan().any())
 
 
-def each_row_alike(a: F32, b: F32, dtype: Any) -> F32:
-    """Multiply as tensor cores do: with BLAS a row's bits depend on where it lies."""
-    return np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype), optimize=False)
-
-
 def test_a_tile_of_tokens_changes_no_bit(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that share tiles with others, or with a broken sequence, find the same."""
     if kernels.ops is torch_kernels:
         pytest.skip("torch's products have orders of their own")
-    if kernels.slow:
-        monkeypatch.setattr(np, "matmul", each_row_alike)  # the interpreter's
+    multiply_rows_alike(kernels, monkeypatch)
     c = attention_case(heads(5, 1, 16, window=30), [40, 33, 7, 90], 20, 16)
     qkv, k, v = (kernels.put(x) for x in (c.qkv, c.k, c.v))
     paged = [kernels.put(x) for x in (c.batch.positions, c.batch.sequence, c.batch.block_table)]

@@ -30,6 +30,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> CachingAllocator:
                 weakref.finalize(made.untyped_storage(), found.free, found.take(made.nbytes))
             return super().made(where, made)
 
+        def emptied(self) -> None:
+            found.empty()
+
     fake_cuda.install(monkeypatch, Counting())
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_cases import SIXTEEN, Kernels, normal, whole
+from gpu_cases import SIXTEEN, Kernels, multiply_rows_alike, normal, whole
 from test_gpu_kernels import DEVICE, FORMATS, TABLES, kernels
 from test_kernels import as_the_kernel_sees
 
@@ -222,10 +222,13 @@ def test_a_token_that_is_no_number_shows_in_its_own_answer_alone(kernels: Kernel
 
 
 @pytest.mark.parametrize("format, bundles", [("q4_0", False), ("f16", True)])
-def test_a_tokens_bits_do_not_depend_on_its_company(kernels: Kernels, format: str, bundles: bool) -> None:
+def test_a_tokens_bits_do_not_depend_on_its_company(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, format: str, bundles: bool
+) -> None:
     """Nor on its place in a tile: one of 70 tokens; and of 20, whose others go to one of its experts."""
     if kernels.ops is torch_kernels:
         pytest.skip("torch's products have orders of their own")
+    multiply_rows_alike(kernels, monkeypatch)
     sizes = 70, 3, 2, 32
     m, (x, shares) = mixture(kernels, format, sizes, 96, bundles=bundles), chosen(sizes, 96)
     y = kernels.filled(70, 96)

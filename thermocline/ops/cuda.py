@@ -171,6 +171,8 @@ class Cuda:
         self._slab = None
         size = nbytes // SLAB_STEP * SLAB_STEP
         if size >= LEAST_SLAB:  # a smaller one would be rounded up
+            with self._failing():
+                torch.cuda.empty_cache()  # else it takes a larger block of what measuring left, and keeps all
             self._slab, self._used = self.zeros((size,), torch.uint8), 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
