@@ -411,19 +411,15 @@ class StreamedLayer:
 class DenseStream:
     """The rows of FFNs that do not fit in memory, read in the order in which a step needs them, step by step.
 
-    They pass through `slots` slots of `stride` bytes of an arena, in records: rows of gate and as many of up,
-    or of down. `ffns`: of each layer with some on disk (gate, and up where there is one; rows of a record;
-    down; rows of a record). A record's rows of one matrix are one read, in a piece of `files`. `threads`: of
-    a call; a thread besides reads from now on. `planar`: as of `DiskExperts`. RuntimeError: the system has
-    no more threads.
+    They come in records: rows of gate and as many of up, or of down, each record into a piece of `files`, of
+    which half may be under way. `ffns`: of each layer with some on disk (gate, and up where there is one;
+    rows of a record; down; rows of a record). A record's rows of one matrix are one read. `threads`: of a
+    call; a thread besides reads from now on. `planar`: as of `DiskExperts`. RuntimeError: the system has no
+    more threads.
     """
 
     def __new__(
         cls,
-        arena: Arena,
-        offset: int,
-        stride: int,
-        slots: int,
         files: ExpertFiles,
         ffns: Sequence[tuple[Sequence[_StreamedMatrix], int, _StreamedMatrix, int]],
         threads: int,

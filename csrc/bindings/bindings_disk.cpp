@@ -177,19 +177,15 @@ static tc::StreamedMatrix streamed(const Streamed& given, size_t rows_of_record,
     check(held >= 1 && held <= r.rows, "some rows are in memory");
     check(rows_of_record >= 1 && rows_of_record % group == 0 && r.rows % group == 0 && held % group == 0,
           "a record divides a group");
-    const size_t room = files.reader.buffer_bytes() - 2 * files.reader.alignment();
-    check(rows_of_record <= room / r.row_bytes(), "a record's rows are larger than a piece");
+    check(group <= tc::kMostPanelRows && tc::kMostPanelRows % group == 0, "a group is larger than a panel");
+    check(rows_of_record <= files.reader.buffer_bytes() / r.row_bytes(), "a record is larger than a piece");
     check(r.at <= uint64_t(INT64_MAX) / 2 && r.rows <= size_t(UINT32_MAX), "rows out of range");
     return {r, held, name};
 }
 
-static tc::DenseStream* make_stream(const Arena& arena, size_t offset, size_t stride, size_t slots,
-                                    tc::ExpertFiles& files, const std::vector<StreamedFFN>& ffns, int threads,
+static tc::DenseStream* make_stream(tc::ExpertFiles& files, const std::vector<StreamedFFN>& ffns, int threads,
                                     bool planar) {
     using Stream = tc::DenseStream;
-    check(offset % tc::kSlotAlignment == 0 && stride % tc::kSlotAlignment == 0 && stride > 0 && slots >= 1 &&
-              offset <= arena.bytes && stride <= (arena.bytes - offset) / slots,
-          "slots outside their arena");
     check(threads >= 1 && threads <= 1024, "threads out of range");
     std::vector<Stream::Layer> layers;
     bool some = false;
@@ -203,15 +199,15 @@ static tc::DenseStream* make_stream(const Arena& arena, size_t offset, size_t st
         const auto &gate = layer.parts[Stream::GATE_UP].front(), &up = layer.parts[Stream::GATE_UP].back();
         check(gate.held == up.held && gate.run.rows == up.run.rows, "gate and up differ in rows");
         for (const Stream::Phase p : {Stream::GATE_UP, Stream::DOWN}) {
-            const size_t bytes = tc::slot_bytes(layer, p);
-            check(bytes <= stride, "a record is larger than a slot");
+            const size_t bytes = tc::record_bytes(layer, p);
+            check(bytes <= files.reader.buffer_bytes(), "a record is larger than a piece");
             some |= bytes > 0;
         }
         layers.push_back(std::move(layer));
     }
     check(some, "all rows are in memory");
     nb::gil_scoped_release release;
-    return new Stream(files, arena.data + offset, stride, slots, std::move(layers), threads);
+    return new Stream(files, std::move(layers), threads);
 }
 
 static std::map<std::string, uint64_t> stats_of_stream(const tc::DenseStream& stream) {
@@ -223,8 +219,8 @@ static std::map<std::string, uint64_t> stats_of_stream(const tc::DenseStream& st
 static void bind_stream(nb::module_& m) {
     nb::class_<tc::StreamedLayer>(m, "StreamedLayer");
     nb::class_<tc::DenseStream>(m, "DenseStream")
-        .def(nb::new_(&make_stream), "arena"_a, "offset"_a, "stride"_a, "slots"_a, "files"_a, "ffns"_a,
-             "threads"_a, nb::kw_only(), "planar"_a = false, nb::keep_alive<0, 2>(), nb::keep_alive<0, 6>())
+        .def(nb::new_(&make_stream), "files"_a, "ffns"_a, "threads"_a, nb::kw_only(), "planar"_a = false,
+             nb::keep_alive<0, 2>())
         .def(
             "layer",
             [](tc::DenseStream& s, size_t i) {

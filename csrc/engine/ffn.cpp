@@ -51,14 +51,15 @@ class EachRow {
  public:
     EachRow(Pieces& held, const FFN& f, DenseStream::Phase phase) : held_(held), f_(f), phase_(phase) {}
     // Calls work(first, begin, end, part) for rows [begin, end) behind row `first`: part(w, i) is w, the i-th
-    // matrix of the phase, of which row 0 is that. Streamed rows come first: the disk waits for their slots.
+    // matrix of the phase, of which row 0 is that. Streamed rows come first: the disk waits for their
+    // buffers.
     template <class Fn>
     void run(int thread, Fn work) {
         auto streamed = [&](bool wait) {
-            DenseStream::Rows rows;
-            if (!f_.stream || !f_.stream->take(phase_, &rows, thread, wait)) return false;
-            work(rows.first, 0, rows.n, [&](const Matrix& w, size_t i) { return rows.of(w, i); });
-            f_.stream->done(rows);
+            DenseStream::Taken taken;
+            if (!f_.stream || !f_.stream->take(phase_, &taken, thread, wait)) return false;
+            for (DenseStream::Rows rows; f_.stream->next(&taken, &rows, thread);)
+                work(rows.first, 0, rows.n, [&](const Matrix& w, size_t i) { return rows.of(w, i); });
             return true;
         };
         for (size_t begin, end;;) {
@@ -76,7 +77,7 @@ class EachRow {
     const DenseStream::Phase phase_;
 };
 
-// A long piece of rows in memory would keep a thread from those that come, whose slots the disk waits for.
+// A long piece of rows in memory would keep a thread from those that come, whose buffers the disk waits for.
 static size_t longest_piece(const FFN& f, DenseStream::Phase phase) {
     return f.stream ? f.stream->layers()[f.stream_layer].rows[phase] : SIZE_MAX;
 }

@@ -2,16 +2,17 @@
 // memory, the others come from disk in the order in which a step multiplies with them, step after step.
 //
 // A record is what one thread computes at a time: rows of gate and the same of up, or rows of down. A thread
-// of its own reads records into a ring of slots, beyond the end of a step into the next one's first layer, so
-// that the disk reads on during attention and the head. Nothing is kept: what comes round last is what leaves
-// first, so every cache of it would miss.
+// of its own reads records into a ring of buffers, beyond the end of a step into the next one's first layer,
+// so that the disk reads on during attention and the head. Whoever takes a record checks and arranges some of
+// its rows at a time just before they are multiplied, in memory of its own that stays in its core's cache: a
+// byte passes memory twice, from the disk and to be arranged. Nothing is kept: what comes round last is what
+// leaves first, so every cache of it would miss.
 #pragma once
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -37,9 +38,9 @@ class DenseStream {
         std::vector<StreamedMatrix> parts[N_PHASES];  // gate, perhaps up, of one shape; down
         size_t rows[N_PHASES];                        // of a record, a multiple of a group
     };
-    // A record that has come: rows [first, first + n) of its matrices.
+    // Rows [first, first + n) of the matrices of a record, arranged.
     struct Rows {
-        size_t first, n, slot;
+        size_t first, n;
         const uint8_t* data[2];  // of each matrix
         // Return a matrix of which row 0 is row `first` of the whole.
         Matrix of(Matrix w, size_t part) const {
@@ -47,14 +48,19 @@ class DenseStream {
             return w;
         }
     };
+    // A record that a thread has taken.
+    struct Taken {
+        uint64_t number;
+        size_t arranged;  // of its rows
+        uint32_t crc[2];  // of those, by matrix
+    };
     struct Stats {
         uint64_t needed = 0, missed = 0, reads = 0, bytes = 0, waited_ns = 0;  // needed: in records
     };
 
-    // slots: n of `stride` bytes each, for records. threads: of a call. Some rows of some matrix are not
+    // Each buffer of `files` has room for a record. threads: of a call. Some rows of some matrix are not
     // held. Begins to read; std::system_error where there are no more threads. What is given outlives it.
-    DenseStream(ExpertFiles& files, uint8_t* slots, size_t stride, size_t n, std::vector<Layer> layers,
-                int threads);
+    DenseStream(ExpertFiles& files, std::vector<Layer> layers, int threads);
     ~DenseStream();
     DenseStream(const DenseStream&) = delete;
     DenseStream& operator=(const DenseStream&) = delete;
@@ -68,10 +74,12 @@ class DenseStream {
 
     // ---- all threads of its region
 
-    // Gives the next rows of a phase; false: there are none, or without `wait` none yet, or a read failed.
-    // Phases come in turn. Whoever waits puts away what has been read.
-    bool take(Phase phase, Rows* rows, int thread, bool wait);
-    void done(const Rows& rows);  // nobody needs them any more
+    // Gives the next record of a phase; false: there is none, or without `wait` none yet, or a read failed.
+    // Phases come in turn.
+    bool take(Phase phase, Taken* taken, int thread, bool wait);
+    // Gives its next rows, which stay until this thread asks again. false: there are no more, and its buffer
+    // is the disk's again; or they are wrong, and `end` says so.
+    bool next(Taken* taken, Rows* rows, int thread);
 
     Stats stats() const;
     const std::vector<Layer>& layers() const { return layers_; }
@@ -83,44 +91,38 @@ class DenseStream {
         uint32_t crc[2] = {0, 0};  // CRC-32C of the bytes in the file, made when they are read first
     };
     struct Slot {
-        size_t left = 0;  // reads that are not put away
+        unsigned buffer = 0;
+        size_t left = 0;  // reads that have not brought their bytes
         bool done = false;
     };
-    struct Read {
-        size_t record, part, slot;
-        uint64_t turn;   // of `turn_`, when it was begun
-        uint64_t at;     // of its first byte in the file
-        uint64_t begin;  // where the buffer begins
-        size_t bytes;    // that are wanted
+    struct Buffer {
+        uint64_t turn = 0;    // of `turn_`, when it was taken
+        uint64_t number = 0;  // of its record
+        size_t under_way = 0;
     };
     void run();
-    void seek(std::unique_lock<std::mutex>& held, size_t record);
+    void seek(size_t record);
     void submit(std::unique_lock<std::mutex>& held);
     ReadRequest request();
-    void accept(const ReadDone* done, size_t n);
-    void put_away(std::unique_lock<std::mutex>& held, int thread);
-    int put(const Read& r, const uint8_t* buffer, int thread);
+    void ended(uint64_t tag, int error);
+    int arrange(Taken* taken, Rows* rows, size_t part, int thread);
     void wait(std::unique_lock<std::mutex>& held, int thread);
-    void fail(int error, const Read* r);
-    // Is a record there? Its slot alone does not say: it may hold what came a turn of the ring before.
-    bool has_come(uint64_t number) const {
-        return number < asked_ && !slots_[size_t(number % slots_.size())].left;
-    }
-    const StreamedMatrix& matrix(const Record& r, size_t part) const {
-        return layers_[r.layer].parts[r.phase][part];
-    }
+    void fail(int error, const Record* r, size_t part);
+    Record& record(uint64_t number) { return records_[size_t(number % records_.size())]; }
+    Slot& slot(uint64_t number) { return slots_[size_t(number % slots_.size())]; }
+    // Is a record there? Its slot alone does not say: it may be of what came a turn of the ring before.
+    bool has_come(uint64_t number) { return number < asked_ && !slot(number).left; }
 
     ExpertFiles& files_;
     Reader& reader_;
-    uint8_t* const data_;
-    const size_t stride_;
     const std::vector<Layer> layers_;
     const int threads_;
     std::vector<Record> records_;  // of a step, in order
     std::vector<size_t> first_;    // [layers * N_PHASES + 1]: the records of each phase
     std::vector<size_t> held_;     // [layers]: as many records are in memory
-    std::vector<uint8_t> scratch_;
-    size_t scratch_bytes_ = 0;  // of a thread that arranges
+    std::vector<uint8_t> arranged_memory_;
+    uint8_t* arranged_ = nullptr;
+    size_t arranged_bytes_ = 0, group_at_ = 0;  // of a thread; behind its rows: planar ones of a group
 
     // Records are numbered through all steps: number % records_.size() is the record, % slots_.size() its
     // slot. done_ <= next_ <= asked_ <= done_ + slots_.size(): what is finished, given to a thread, asked
@@ -132,13 +134,12 @@ class DenseStream {
     uint64_t end_[N_PHASES] = {0, 0};  // of the running call
     uint64_t turn_ = 0;                // goes up when reading begins elsewhere
     std::vector<Slot> slots_;
-    // Reads under way at most, half of the buffers. A virtual disk ends all that it found waiting at once, so
-    // with as many as buffers it has nothing to do until some are put away.
+    // Reads under way at most, half as many as buffers. A virtual disk ends all that it found waiting at
+    // once, so with all under way it has nothing to do until some are multiplied.
     const size_t most_;
-    std::vector<Read> reads_;        // by buffer
-    std::vector<unsigned> buffers_;  // without a read
-    std::deque<unsigned> arrived_;
-    size_t under_way_ = 0, putting_ = 0;
+    std::vector<Buffer> buffers_;
+    std::vector<unsigned> free_;
+    size_t under_way_ = 0;
     bool failed_ = false, stop_ = false;
     DiskError error_{0, "", 0};
     Stats stats_;
@@ -147,8 +148,8 @@ class DenseStream {
     std::thread thread_;
 };
 
-// Return the bytes of a record in its slot; 0: all rows are held.
-size_t slot_bytes(const DenseStream::Layer& layer, DenseStream::Phase phase);
+// Return the bytes of a record in its buffer, with what is read around its rows; 0: all rows are held.
+size_t record_bytes(const DenseStream::Layer& layer, DenseStream::Phase phase);
 
 // A layer's part of a stream, as an FFN has it.
 struct StreamedLayer {

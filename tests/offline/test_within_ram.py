@@ -46,10 +46,10 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_split, "BUFFER_BYTES", 4096)
     for module in (disk_split, store):
         monkeypatch.setattr(module, "DEPTH", 32)
-    monkeypatch.setattr(dense_split, "PIECE_BYTES", 16 << 10)
+    monkeypatch.setattr(dense_split, "RECORD_BYTES", 16 << 10)
     monkeypatch.setattr(dense_split, "WINDOW", 5)
-    for split in (dense_split, expert_split):
-        monkeypatch.setattr(split, "DEPTH", 8)
+    monkeypatch.setattr(dense_split, "ARRANGING", 2)
+    monkeypatch.setattr(expert_split, "DEPTH", 8)
 
 
 def wide(kind: str, path: Path) -> Path:

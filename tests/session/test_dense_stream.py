@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from thermocline.ops.cpu import disk_error
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 LAYERS = 3
-DEPTH, PIECE, ROWS = 4, 32768, 32
+PIECE, ROWS = 65536, 32
 PARTS = ("gate", "up", "down")
 
 
@@ -107,7 +107,6 @@ class Bound:
     ffns: list[_native.FFN]
     context: _native.Context
     stream: _native.DenseStream | None = None
-    kept: list[Any] = field(default_factory=list)
 
     def run(self, h: F32, record: bool = False) -> bytes:
         """One step: every layer adds to the stream."""
@@ -176,7 +175,7 @@ def in_memory(m: Model, *, threads: int = 2, isa: str = "", groups: bool = False
 def on_disk(
     m: Model,
     held: tuple[int, int] = (ROWS, ROWS),
-    slots: int = 6,
+    buffers: int = 6,
     *,
     threads: int = 2,
     isa: str = "",
@@ -185,12 +184,11 @@ def on_disk(
     method: str = "",
     rows: int = ROWS,
     piece: int = PIECE,
-    depth: int = DEPTH,
 ) -> Bound:
     """`held`: rows of gate and up, and of down, in memory. `rows`: of a record."""
     native = _native.Context(threads, isa)
     files = files or _native.ExpertFiles(
-        list(map(state, m.files)), depth=depth, piece_bytes=piece, method=method
+        list(map(state, m.files)), depth=buffers, piece_bytes=piece, method=method
     )
     held_rows = [min(held[s is layer[-1]], s.rows) for layer in m.layers for s in layer]
     each = iter(held_rows)
@@ -206,12 +204,9 @@ def on_disk(
             streamed.append((run, n, f"blk.{i}.ffn_{name}.weight"))
             matrices[-1].append(held_matrix(s, n, native, groups=groups))
         ffns.append((streamed[:-1], rows, streamed[-1], rows))
-    widest = max(2 * rows * s.stride + 64 for layer in m.layers for s in layer)
-    stride = -(-widest // 64) * 64
-    arena = _native.Arena(slots * stride)
-    stream = _native.DenseStream(arena, 0, stride, slots, files, ffns, threads, planar=m.packed)
+    stream = _native.DenseStream(files, ffns, threads, planar=m.packed)
     made = [ffn(m, i, each_of, stream.layer(i)) for i, each_of in enumerate(matrices)]
-    return Bound(made, native, stream, [arena])
+    return Bound(made, native, stream)
 
 
 def calls(dim: int, tokens: Sequence[int] = (1, 1, 3, 40, 1, 70, 8), seed: int = 0) -> Iterator[F32]:
@@ -227,11 +222,11 @@ def assert_bits_of_memory(m: Model, memory: Bound, disk: Bound, tokens: Sequence
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_whatever_is_held_gives_the_bits_of_memory(tmp_path: Path, threads: int) -> None:
-    """Rings of one record, of a few, and of more than there are; matrices of which all rows are held."""
+    """Rings of two records, of a few, and of more than there are; matrices of which all rows are held."""
     m = model(tmp_path)
     memory = in_memory(m)
-    for held, slots in (((32, 32), 1), ((32, 32), 5), ((480, 64), 2), ((512, 32), 3), ((64, 256), 900)):
-        assert_bits_of_memory(m, memory, on_disk(m, held, slots, threads=threads))
+    for held, buffers in (((32, 32), 2), ((32, 32), 5), ((480, 64), 2), ((512, 32), 3), ((64, 256), 90)):
+        assert_bits_of_memory(m, memory, on_disk(m, held, buffers, threads=threads))
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -243,7 +238,7 @@ def test_every_format_gives_the_bits_of_memory(
     m = model(tmp_path, (format,) * 3, neurons=256, packed=packed)
     if groups and not grouped(m, _native.Context(1)):
         pytest.skip("rows of this format are never in groups")
-    memory, disk = in_memory(m, groups=groups), on_disk(m, groups=groups, piece=ROWS * 1024 + 8192)
+    memory, disk = in_memory(m, groups=groups), on_disk(m, groups=groups, piece=2 * (ROWS * 1024 + 8192))
     assert_bits_of_memory(m, memory, disk, (1, 3, 40))
 
 
@@ -286,7 +281,7 @@ def test_a_recorded_call_gives_the_neurons_of_memory(tmp_path: Path) -> None:
 def test_layers_may_come_in_any_order_and_calls_of_several_passes(tmp_path: Path) -> None:
     """Reading then begins elsewhere, and what was read for the expected layer is not taken for another."""
     m = model(tmp_path)
-    memory, disk = in_memory(m), on_disk(m, slots=12)
+    memory, disk = in_memory(m), on_disk(m, buffers=12)
     rng = np.random.default_rng(3)
     for n, layer in [(300, 0), *((2, int(i)) for i in rng.integers(0, LAYERS, 25))]:
         (h,) = calls(m.dim, (n,), n + layer)
@@ -303,7 +298,7 @@ def test_layers_may_come_in_any_order_and_calls_of_several_passes(tmp_path: Path
 
 def test_a_step_reads_what_is_not_held_once_however_many_tokens_it_has(tmp_path: Path) -> None:
     m = model(tmp_path)
-    disk, slots = on_disk(m, (256, 128), 6), 6
+    disk, buffers = on_disk(m, (256, 128), 6), 6
     records = LAYERS * ((512 - 256) + (256 - 128)) // ROWS
     record_bytes = 2 * ROWS * max(s.stride for s in m.layers[0])
     left = sum(
@@ -314,7 +309,7 @@ def test_a_step_reads_what_is_not_held_once_however_many_tokens_it_has(tmp_path:
         now = disk.stats()
         assert now["missed"] == steps * records and now["needed"] == 2 * steps * records
         assert steps * left <= now["bytes"]
-        assert now["bytes"] <= steps * (left + 2 * records * 8192) + slots * (record_bytes + 2 * 8192)
+        assert now["bytes"] <= steps * (left + 2 * records * 8192) + buffers * (record_bytes + 2 * 8192)
 
 
 # ---- what goes wrong
@@ -342,7 +337,7 @@ def damaged(m: Model, layer: int, part: int, at: int, data: bytes) -> bytes:
 
 def test_other_bytes_than_at_first_are_told_and_the_stream_lives_on(tmp_path: Path) -> None:
     m = model(tmp_path)
-    memory, disk = in_memory(m), on_disk(m, slots=2)
+    memory, disk = in_memory(m), on_disk(m, buffers=2)
     (h,) = calls(m.dim, (1,))
     wanted = memory.run(h)
     assert disk.run(h) == wanted
@@ -369,7 +364,7 @@ def test_a_scale_that_is_no_number_is_told(tmp_path: Path, packed: bool) -> None
 def test_a_file_that_was_changed_is_told_at_the_first_read_of_a_record(tmp_path: Path) -> None:
     """No checksum is known yet: only the file's time says that its bytes may be others."""
     m = model(tmp_path)
-    disk = on_disk(m, slots=1)
+    disk = on_disk(m, buffers=2)
     os.utime(m.files[0], ns=(1, 1))
     error = failed(disk, next(calls(m.dim, (1,))))
     assert isinstance(error, IOFailure) and "has changed since it was opened" in str(error)
@@ -465,7 +460,7 @@ def run(bound, layer):
     return x.tobytes()
 
 wanted = [run(in_memory(m), i) for i in range(LAYERS)]
-disk = on_disk(m, (64, 64), 8, depth=8, piece=2 * PIECE)
+disk = on_disk(m, (64, 64), 8, piece=2 * PIECE)
 errors = 0
 for n in range(1, 400, 4):
     bad(b"eio %d" % n)
@@ -494,7 +489,7 @@ from pathlib import Path
 from test_dense_stream import *
 from thermocline import _native
 m = model(Path(sys.argv[2]))
-files = _native.ExpertFiles(list(map(state, m.files)), depth=DEPTH, piece_bytes=PIECE)
+files = _native.ExpertFiles(list(map(state, m.files)), depth=6, piece_bytes=PIECE)
 assert "threads" in files.how and "io_uring refused: EPERM" in files.how, files.how
 assert_bits_of_memory(m, in_memory(m), on_disk(m, files=files))
 """
@@ -522,7 +517,7 @@ from test_dense_stream import *
 from thermocline import _native
 bad = ctypes.CDLL(None).bad_reads
 m = model(Path(sys.argv[2]))
-memory, disk = in_memory(m), on_disk(m, slots=2, method="threads")
+memory, disk = in_memory(m), on_disk(m, buffers=2, method="threads")
 for h in calls(m.dim, (1, 9)):
     bad(b"slow 1000")
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -566,8 +561,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     m = model(tmp_path)
     with pytest.raises(ValueError, match="all rows are in memory"):
         on_disk(m, (512, 256))
-    with pytest.raises(ValueError, match="slots outside their arena"):
-        on_disk(m, slots=0)
+    with pytest.raises(ValueError, match="depth"):
+        on_disk(m, buffers=1)
     with pytest.raises(ValueError, match="larger than a piece"):
         on_disk(m, rows=512)
     with pytest.raises(ValueError, match="a record divides a group"):

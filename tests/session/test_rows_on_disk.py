@@ -50,9 +50,9 @@ IN_PLACE = {"llama3": "llama", "qwen3": "qwen3", "gemma3": "gemma3"}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model's matrices are then several records, and the ring is smaller than a layer."""
-    monkeypatch.setattr(dense_split, "PIECE_BYTES", 20 << 10)
-    monkeypatch.setattr(dense_split, "DEPTH", 8)
+    monkeypatch.setattr(dense_split, "RECORD_BYTES", 20 << 10)
     monkeypatch.setattr(dense_split, "WINDOW", 5)
+    monkeypatch.setattr(dense_split, "ARRANGING", 2)
 
 
 def answers(model: StoredModel, decision: Decision | None) -> list[Any]:
@@ -84,14 +84,14 @@ def gives_the_bits_of_memory(model: StoredModel) -> None:
 
 @pytest.mark.parametrize("name", [*PACKED, *(pytest.param(n, marks=pytest.mark.slow) for n in PACKED_TOO)])
 def test_no_part_on_disk_changes_a_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_split, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(dense_split, "RECORD_BYTES", 4 << 10)
     importer.pack(kept_twins.TWINS[name](tmp_path / "hf"), tmp_path / "pack", "q8_0")
     gives_the_bits_of_memory(Pack.open(tmp_path / "pack"))
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_nor_in_a_gguf_that_runs_in_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_split, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(dense_split, "RECORD_BYTES", 4 << 10)
     path = tmp_path / "m.gguf"
     hf = kept_twins.TWINS[name](tmp_path / "hf")
     gguf_twins.write(hf, path, arch=IN_PLACE[name], types=lambda n: "F16" if "ffn" in n else None)
@@ -177,7 +177,7 @@ def test_a_budget_is_kept_to_the_byte_and_used(path: Path) -> None:
         parts = [n / p.records for i, held in s.held.items() for n, p in zip(held, d.layers[i], strict=True)]
         assert max(parts) - min(parts) <= 1 / min(p.records for p in d.phases), "as large a part of each"
         if budget < whole:
-            assert budget - s.bytes < 2 * d.slot_bytes, "the rest holds no record"
+            assert budget - s.bytes < 2 * d.piece_bytes, "the rest holds no record"
         before = s.share
     assert set(divide(d, low, others(model)).held.values()) == {(dense_split.LEAST,) * 2}
     with pytest.raises(OutOfBudget, match="with its FFNs on disk the model still needs"):
@@ -209,7 +209,7 @@ def test_what_a_refusal_names_is_enough_and_less_is_not(path: Path) -> None:
 def test_a_model_that_disk_saves_nothing_of_is_refused_as_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense_split, "DEPTH", 4096)
+    monkeypatch.setattr(dense_split, "ARRANGING", 4096)
     with pytest.raises(OutOfBudget, match=r"^the model needs .* weights, .* keys and values"):
         Session.open(open_model(path, "", None), options(0.05))
 

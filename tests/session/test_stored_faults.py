@@ -55,10 +55,11 @@ class Stored(NamedTuple):
 
 def small_pieces(setattr: Any = setattr) -> None:
     """Those of a real model's reads would be larger than all of this one's FFNs."""
-    for module in (dense_split, expert_split):
-        setattr(module, "PIECE_BYTES", 20 << 10)
-        setattr(module, "DEPTH", 8)
+    setattr(expert_split, "PIECE_BYTES", 20 << 10)
+    setattr(expert_split, "DEPTH", 8)
+    setattr(dense_split, "RECORD_BYTES", 20 << 10)
     setattr(dense_split, "WINDOW", 5)
+    setattr(dense_split, "ARRANGING", 2)
 
 
 @pytest.fixture(autouse=True)

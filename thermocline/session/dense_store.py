@@ -15,7 +15,7 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import DiskCounts, Layer, Weights
 from thermocline.pack import blocks
-from thermocline.plan.disk.dense_split import DEPTH, DenseSplit, Phase
+from thermocline.plan.disk.dense_split import DenseSplit, Phase
 from thermocline.session import embedding_rows, resident, weights
 from thermocline.session.weights import Filled, LoadedWeights, PackInMemory
 
@@ -47,7 +47,6 @@ class HeldPlaces:
 
     tensors: dict[str, TensorInfo]
     runs: tuple[tuple[int, int, int], ...]  # of weights.bin: from byte, to byte, where in the arena
-    slots: int  # where they begin
     bytes: int
 
 
@@ -66,7 +65,7 @@ def places(model: StoredModel, s: DenseSplit) -> HeldPlaces:
         runs.append((t.offset, t.offset + t.bytes, end))
         end += aligned(t.bytes)
     rows_of_tables, end = embedding_rows.placed(d.spec, d.tensors, end)
-    return HeldPlaces(placed | rows_of_tables, tuple(runs), end, end + d.slots * d.slot_bytes)
+    return HeldPlaces(placed | rows_of_tables, tuple(runs), end)
 
 
 def load(
@@ -81,8 +80,8 @@ def load(
     assembled = weights.assemble(made, str(model.path))
     arena.gather_pages()
     try:
-        files = resident.files_of(model, depth=DEPTH, piece_bytes=s.dense.piece_bytes)
-        stream = _stream(made, model, s, p.slots, files, threads)
+        files = resident.files_of(model, depth=s.dense.buffers, piece_bytes=s.dense.piece_bytes)
+        stream = _stream(made, model, s, files, threads)
     except _native.DiskError as e:
         raise disk_error(e) from None
     filled = Filled.of(arena, ((to, to + end - begin) for begin, end, to in p.runs))
@@ -93,7 +92,6 @@ def _stream(
     made: PackInMemory,
     model: StoredModel,
     s: DenseSplit,
-    slots: int,
     files: _native.ExpertFiles,
     threads: int,
 ) -> _native.DenseStream:
@@ -109,11 +107,8 @@ def _stream(
             phases.append([(run, held, name) for run, name in zip(runs, names, strict=True)])
         (first, (down,)), (up_rows, down_rows) = phases, (p.each for p in s.dense.layers[i])
         ffns.append((first, up_rows, down, down_rows))
-    d = s.dense
     try:
-        return _native.DenseStream(
-            made.arena, slots, d.slot_bytes, d.slots, files, ffns, threads, planar=planar
-        )
+        return _native.DenseStream(files, ffns, threads, planar=planar)
     except RuntimeError:
         raise OutOfBudget("the system has no thread more for this process; use fewer") from None
 

@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 
-from thermocline import _native
 from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
@@ -23,15 +22,14 @@ from thermocline.plan.memory import gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
 PHASES = (("gate", "up"), ("down",))  # the matrices whose rows come together
-# Buffers of reads, half of them in flight; a record, and what one of them has at most. A 7B in q4_0 within
-# 2.5 GiB: a median of 1.48 tok/s (1.20 to 1.79) with all in flight, and with 32 of 512 KiB and 64 records
-# 1.23 (1.20 to 1.63); half of them give 1.20 of what all do (log, 2026-11-26 and 27).
-DEPTH, PIECE_BYTES = 16, 1 << 20
-LEAST_PIECE = 16 << 10  # the core takes none that are smaller
-WINDOW = 24  # records in memory on their way: read before they are needed, or being computed
-UNIT = 32  # rows: whole groups of rows, whatever the processor
+# Records in memory on their way, each in a buffer of its own: read, or being read by at most half as many
+# reads, or being computed. A record's bytes, but for rows that are longer.
+WINDOW, RECORD_BYTES = 32, 1 << 20
+LEAST_PIECE = 16 << 10  # the core takes no buffers that are smaller
+UNIT = 32  # rows: whole groups of rows, whatever the processor; as many are arranged at a time
+LINE = 64  # bytes: where arranged rows begin
 LEAST = 1  # records of a phase in memory
-ARRANGED_ROWS = 544  # a group of 32 for each of 16 threads, and for the one that reads
+ARRANGING = 16  # threads that rows are arranged for
 RECORD_TABLE_BYTES = 32  # the core's, of a record
 
 
@@ -49,7 +47,7 @@ class Phase:
         names = tuple(n for part in parts if (n := f"layers.{layer}.{part}.weight") in tensors)
         found = [tensors[n] for n in names]
         strides, rows = tuple(t.stride for t in found), found[0].shape[1]
-        each = max(UNIT, PIECE_BYTES // len(names) // max(strides) // UNIT * UNIT)
+        each = max(UNIT, RECORD_BYTES // len(names) // max(strides) // UNIT * UNIT)
         return Phase(names, strides, rows, min(rows, each))
 
     @property
@@ -57,9 +55,15 @@ class Phase:
         return -(-self.rows // self.each)
 
     @property
-    def slot_bytes(self) -> int:
-        unit = _native.limits().slot_alignment
-        return sum(-(-self.each * stride // unit) * unit for stride in self.strides)
+    def record_bytes(self) -> int:
+        """Return a record's bytes in its buffer, with what is read around each matrix's rows."""
+        return sum(aligned(self.each * stride) + 2 * ALIGN for stride in self.strides)
+
+    @property
+    def arranged_bytes(self) -> int:
+        """Return what a thread arranges at a time, and its planar rows on their way."""
+        lines = sum(-(-UNIT * stride // LINE) * LINE for stride in self.strides)
+        return lines + UNIT * max(self.strides) + 2 * LINE
 
     def held_rows(self, records: int) -> int:
         """Return the rows of each matrix that are in memory with so many records."""
@@ -98,26 +102,21 @@ class Dense:
         return [n for n in resident(self.spec, self.tensors, gates=False) if n not in left]
 
     @property
-    def slots(self) -> int:
-        """Return the records on their way at most: no more than there are."""
-        return min(WINDOW, max(1, sum(p.records - LEAST for p in self.phases)))
-
-    @property
-    def slot_bytes(self) -> int:
-        return max(p.slot_bytes for p in self.phases)
+    def buffers(self) -> int:
+        """Return the records on their way at most: no more than there are, and two."""
+        return min(WINDOW, max(2, sum(p.records - LEAST for p in self.phases)))
 
     @property
     def piece_bytes(self) -> int:
-        """Return a read's bytes: one matrix's rows of a record, with what is read around them."""
-        return max(LEAST_PIECE, max(aligned(p.each * max(p.strides)) for p in self.phases) + 2 * ALIGN)
+        """Return the bytes of a buffer."""
+        return max(LEAST_PIECE, max(p.record_bytes for p in self.phases))
 
     @property
     def buffer_bytes(self) -> int:
         """Return all that a stream takes besides the rows that are held."""
-        row = max(max(p.strides) for p in self.phases)
         tables = RECORD_TABLE_BYTES * sum(p.records for p in self.phases)
-        window = self.slots * self.slot_bytes + ALIGN
-        return DEPTH * self.piece_bytes + window + ARRANGED_ROWS * row + tables
+        arranged = ARRANGING * max(p.arranged_bytes for p in self.phases)
+        return self.buffers * self.piece_bytes + arranged + tables
 
 
 @dataclass(frozen=True)
