@@ -538,6 +538,26 @@ def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
     assert len(waited) == 2 and all(0.3 <= float(line) < 40 for line in waited)
 
 
+HALF = """
+import ctypes, os, sys, time
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from pathlib import Path
+from test_dense_stream import *
+ctypes.CDLL(None).bad_reads(b"slow 600000")
+disk = on_disk(model(Path(sys.argv[2])), buffers=8, method="threads")
+while disk.stats()["reads"] < 4:
+    time.sleep(0.01)
+time.sleep(0.2)
+print(disk.stats()["reads"], flush=True)
+os._exit(0)
+"""
+
+
+def test_half_as_many_reads_are_under_way_as_there_are_buffers(tmp_path: Path) -> None:
+    """A virtual disk ends all that it found waiting at once: the other buffers give it work meanwhile."""
+    assert int(in_a_process(HALF, tmp_path, "none")) == 4
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads: that is what is tried
 def test_a_forked_process_is_refused(tmp_path: Path) -> None:

@@ -61,9 +61,8 @@ class Phase:
 
     @property
     def arranged_bytes(self) -> int:
-        """Return what a thread arranges at a time, and its planar rows on their way."""
-        lines = sum(-(-UNIT * stride // LINE) * LINE for stride in self.strides)
-        return lines + UNIT * max(self.strides) + 2 * LINE
+        """Return the bytes of the rows that a thread arranges at a time."""
+        return sum(-(-UNIT * stride // LINE) * LINE for stride in self.strides)
 
     def held_rows(self, records: int) -> int:
         """Return the rows of each matrix that are in memory with so many records."""
@@ -115,8 +114,9 @@ class Dense:
     def buffer_bytes(self) -> int:
         """Return all that a stream takes besides the rows that are held."""
         tables = RECORD_TABLE_BYTES * sum(p.records for p in self.phases)
-        arranged = ARRANGING * max(p.arranged_bytes for p in self.phases)
-        return self.buffers * self.piece_bytes + arranged + tables
+        planar = UNIT * max(max(p.strides) for p in self.phases)  # of a group, on their way
+        arranged = max(p.arranged_bytes for p in self.phases) + planar + 2 * LINE
+        return self.buffers * self.piece_bytes + ARRANGING * arranged + tables
 
 
 @dataclass(frozen=True)
