@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from thermocline import _native
 from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
@@ -27,7 +28,6 @@ PHASES = (("gate", "up"), ("down",))  # the matrices whose rows come together
 WINDOW, RECORD_BYTES = 32, 1 << 20
 LEAST_PIECE = 16 << 10  # the core takes no buffers that are smaller
 UNIT = 32  # rows: whole groups of rows, whatever the processor; as many are arranged at a time
-LINE = 64  # bytes: where arranged rows begin
 LEAST = 1  # records of a phase in memory
 ARRANGING = 16  # threads that rows are arranged for
 RECORD_TABLE_BYTES = 32  # the core's, of a record
@@ -62,7 +62,8 @@ class Phase:
     @property
     def arranged_bytes(self) -> int:
         """Return the bytes of the rows that a thread arranges at a time."""
-        return sum(-(-UNIT * stride // LINE) * LINE for stride in self.strides)
+        unit = _native.limits().slot_alignment
+        return sum(-(-UNIT * stride // unit) * unit for stride in self.strides)
 
     def held_rows(self, records: int) -> int:
         """Return the rows of each matrix that are in memory with so many records."""
@@ -115,7 +116,7 @@ class Dense:
         """Return all that a stream takes besides the rows that are held."""
         tables = RECORD_TABLE_BYTES * sum(p.records for p in self.phases)
         planar = UNIT * max(max(p.strides) for p in self.phases)  # of a group, on their way
-        arranged = max(p.arranged_bytes for p in self.phases) + planar + 2 * LINE
+        arranged = max(p.arranged_bytes for p in self.phases) + planar + 2 * _native.limits().slot_alignment
         return self.buffers * self.piece_bytes + ARRANGING * arranged + tables
 
 
