@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -68,6 +69,23 @@ def multiply_rows_alike(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
 
     if kernels.slow:
         monkeypatch.setattr(np, "matmul", matmul)
+
+
+def prepare_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter replace Triton's words once a launch. At every call of a helper it looked through
+    its 600 names again: a quarter to a half of a test's time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+
+    def unless_replaced(fn: Any) -> Any:
+        seen = [m for m in (tl, tl.core) if any(m is value for value in fn.__globals__.values())]
+        done = all(inspect.isfunction(m.static_range) for m in seen)
+        return interpreter._LangPatchScope() if done else replace(fn)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", unless_replaced)
 
 
 def nmse(got: F32, want: F32) -> float:

@@ -1,9 +1,11 @@
 """Compiles the Triton kernels ahead of time, as their launches of full-sized models would: needs no GPU.
 
-    python -P tests/gpu_compile.py sm_80,sm_90 1,16     # targets (sm_90+overlap), numbers of tokens
+    python -P tests/gpu_compile.py sm_80,sm_90 1,16 [q4_0,others]
 
-prints a line of JSON a kernel: registers, bytes spilled, shared memory, loads of weights by their bytes; of a
-product with few tokens also the instructions of its longest inner loop.
+for these targets (sm_90+overlap is one), numbers of tokens, and formats of rows ("others": the kernels that
+read none). Without formats it compiles all. It prints a line of JSON a kernel: registers, bytes spilled,
+shared memory, loads of weights by their bytes; of a product with few tokens also the instructions of its
+longest inner loop.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ TYPES = {
     torch.int64: "*i64",
 }
 DIM, NEURONS, HEADS, KV, HEAD, PAGES = 4096, 11008, 32, 8, 128, 256
+OTHERS = "others"  # in a format's place
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -319,8 +322,7 @@ def kernels(tokens: list[int], formats: list[str]) -> Iterator[tuple[str, Any, d
     ops.launch = launch
     for t in tokens:
         for format in formats:
-            of_rows(format, t)
-        of_tokens(t)
+            of_tokens(t) if format == OTHERS else of_rows(format, t)
     for name, (made, options) in seen.items():
         yield name, made, options
 
@@ -369,7 +371,7 @@ def amd_facts(compiled: Any) -> dict[str, Any]:
     }
 
 
-def main(targets: str, tokens: str, formats: str = ",".join(quant.FORMATS)) -> None:
+def main(targets: str, tokens: str, formats: str = ",".join([*quant.FORMATS, OTHERS])) -> None:
     for target in targets.split(","):
         pretend(target)  # launches may depend on it
         for name, made, options in kernels([int(t) for t in tokens.split(",")], formats.split(",")):

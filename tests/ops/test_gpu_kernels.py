@@ -24,6 +24,7 @@ from gpu_cases import (
     met,
     multiply_rows_alike,
     normal,
+    prepare_once_a_launch,
     whole,
 )
 
@@ -49,10 +50,15 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
 
 
-# Interpreted, every number of tokens in one format and every format with some: the code is the same.
+def usual(table: str, format: str, tokens: int) -> bool:
+    """Interpreted, every number of tokens in one format, and one and many in each: the code is the same."""
+    some = (1, 17) if table == "triton" else SOME
+    return DEVICE == "cuda" or table == "torch" or format == "q4_0" or tokens in some
+
+
 each_format_and_batch = pytest.mark.parametrize(
     "kernels, format, tokens",
-    [c for c in product(TABLES, FORMATS, TOKENS) if DEVICE == "cuda" or {*c} & {"torch", "q4_0", *SOME}],
+    [c for c in product(TABLES, FORMATS, TOKENS) if usual(*c)],
     indirect=["kernels", "format"],
 )
 
@@ -68,6 +74,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     # Small matrices, yet as many rows a program as of large ones: fewer are tested by themselves.
     monkeypatch.setattr(triton_kernels, "DOT_PROGRAMS", 1)
+    if DEVICE == "cpu":
+        prepare_once_a_launch(monkeypatch)
     return Kernels(triton_kernels, DEVICE, 1e-6, slow=DEVICE == "cpu")
 
 

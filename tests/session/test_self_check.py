@@ -304,10 +304,10 @@ def test_the_stand_in_agrees_with_the_cpu(shape: str, format: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["f16", "q4_k_m"])
 def test_the_stand_in_agrees_in_many_shapes(format: str, tmp_path: Path) -> None:
-    """Every third: tens of seconds. Here the process has torch already."""
+    """Every fifth: ten seconds and more. Here the process has torch already."""
     from thermocline.session.self_check import comparison
 
-    for shape in list(synthetic.shapes())[::3]:
+    for shape in list(synthetic.shapes())[::5]:
         small = Miniature.of(unwritten(shape, format))
         small.write(tmp_path / shape)
         found = gpu.find(gpu.STAND_IN)

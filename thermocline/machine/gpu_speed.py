@@ -65,7 +65,7 @@ def _kernel_gbs(device: Device, kernels: Any, w: DeviceRows) -> float:
 
 
 def _gflops(device: Device, kernels: Any, w: DeviceRows, tokens: int, rows: int) -> float:
-    """As prompts are multiplied: with int8, f16 or tf32, as the format goes."""
+    """Return the speed of a prompt's products, in the int8, f16 or tf32 that the format takes."""
     some = replace(w, data=w.data[:rows])
     return 2.0 * tokens * some.rows * COLUMNS / _product_seconds(device, kernels, some, tokens) / 1e9
 
