@@ -31,7 +31,6 @@ SIZES = [s * KIB for s in (4, 8, 16, 32, 64, 128, 256, 1024, 4096)]
 DEPTHS = [1, 8, 32, 64, 128, 256]
 IN_FLIGHT = 256 << 20  # bytes at most: more is only memory
 RECORD = 8704  # of a 7B model in q8_0: an up row and a down column
-FITTED = 64 * KIB  # bytes of a read at most: larger ones cost what the disk's bandwidth says
 GAPS = [g * KIB for g in (0, 4, 8, 16, 32, 64, 128)]
 
 
@@ -87,13 +86,15 @@ def show(found: list[Reads]) -> None:
         )
 
 
-def equal_gap(found: list[Reads]) -> float:
-    """a / b of the fastest reads of each size up to 64 KiB: the bytes that cost as much as one more read."""
-    sizes = sorted({r.nbytes for r in found if r.nbytes <= FITTED})
+def show_equal_gap(found: list[Reads]) -> None:
+    """Print a / b of the fastest reads of each size up to 64 KiB: the bytes that one more read costs."""
+    sizes = sorted({r.nbytes for r in found if r.nbytes <= 64 * KIB})
+    if len(sizes) < 2:
+        print("what a read costs is not fitted: that takes two --sizes up to 65536")
+        return
     seconds = [1 / max(r.per_s for r in found if r.nbytes == s) for s in sizes]
     b, a = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
     print(f"a read costs {a * 1e6:.1f} us and {b * 1e6 * KIB:.2f} us a KiB: as much as {a / b / KIB:.0f} KiB")
-    return float(a / b)
 
 
 def pairs(path: Path, o: argparse.Namespace) -> None:
@@ -138,10 +139,7 @@ def run(path: Path, o: argparse.Namespace) -> None:
     if o.output:
         with open(o.output, "a") as f:
             f.writelines(json.dumps(asdict(r)) + "\n" for r in found)
-    if len({r.nbytes for r in found if r.nbytes <= FITTED}) > 1:
-        equal_gap(found)
-    else:
-        print(f"what a read costs is not fitted: that takes two --sizes up to {FITTED} bytes")
+    show_equal_gap(found)
     pairs(path, o)
 
 

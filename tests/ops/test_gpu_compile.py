@@ -20,7 +20,7 @@ TOKENS = "1,2,4,8,16,32,64,128"
 # Tokens and formats. A usual format has one token on each target, with one Triton or the other; the most
 # usual two have both Tritons somewhere. So have the kernels that read no rows, of few tokens and of many: two
 # thirds of a target's time. All of them on all targets with both took over 20 minutes of a processor.
-OTHERS = "others"
+OTHERS = "others"  # as gpu_compile.py's command has it
 AHEAD = {
     ("sm_80", "newest"): [("1", ["f16", "q4_k"]), ("16", ["q4_0"]), ("128", ["q4_k", OTHERS])],
     ("sm_80", "older"): [("1", ["q4_0", "q8_0", "q6_k", "f32", OTHERS]), ("32", ["q8_0"])],
@@ -61,7 +61,8 @@ def test_every_kernel_compiles_and_nothing_spills(target: str, triton: str, tmp_
     script = Path(__file__).parents[1] / "gpu_compile.py"
     everything = os.environ.get("GPU_COMPILE") == "all"
     found = []
-    for tokens, formats in [(TOKENS, [*quant.FORMATS, OTHERS])] if everything else AHEAD[target, triton]:
+    wanted = [(TOKENS, [*quant.FORMATS, OTHERS])] if everything else AHEAD[target, triton]
+    for tokens, formats in wanted:
         command = [sys.executable, "-P", str(script), target, tokens, ",".join(formats)]
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         assert done.returncode == 0, done.stderr
@@ -71,7 +72,7 @@ def test_every_kernel_compiles_and_nothing_spills(target: str, triton: str, tmp_
     for f in found:
         if f["kernel"].startswith(("matmul_few", "heads_few", "gate_up_few")) and "B=1 " in f["kernel"]:
             check_products(f)
-    check_overlap(found, target.endswith("+overlap"))
+    check_overlap(found, target.endswith("+overlap"), any(OTHERS in formats for _, formats in wanted))
 
 
 def check_products(f: dict[str, Any]) -> None:
@@ -84,15 +85,13 @@ def check_products(f: dict[str, Any]) -> None:
         assert f["loop"] / (32 * rows) <= INSTRUCTIONS[of["FORMAT"]], f
 
 
-def check_overlap(found: list[dict[str, Any]], asked: bool) -> None:
+def check_overlap(found: list[dict[str, Any]], asked: bool, others: bool) -> None:
     """Every kernel waits for the launch before it, and before that at most has weights brought to the L2."""
     words = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if asked else []
     assert [f for f in found if f["overlap"]["said"] != words] == []
-    names = {f["kernel"].split()[0] for f in found}
     early = {f["kernel"].split()[0]: f["overlap"]["before"] for f in found if f["overlap"]["before"]}
-    ahead = {"matmul_few", "heads_few", "gate_up_few", "head_products"} if asked else set()
-    assert early == {name: ["prefetch.global"] for name in ahead & names}
-    assert not asked or {"matmul_few", "heads_few", "gate_up_few"} <= names
+    ahead = ["matmul_few", "heads_few", "gate_up_few", *["head_products"] * others] if asked else []
+    assert early == {name: ["prefetch.global"] for name in ahead}
 
 
 def test_loads_are_counted_of_the_weights_alone() -> None:
@@ -138,10 +137,10 @@ def test_every_kernel_compiles_for_amd(target: str, tmp_path: Path) -> None:
     env = installed("newest") | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).parents[1] / "gpu_compile.py"
     everything = os.environ.get("GPU_COMPILE") == "all"
-    tokens, formats = (TOKENS, [*quant.FORMATS, OTHERS]) if everything else ("1", ["q4_0"])
-    if target == "gfx1100":
-        formats = [*formats, OTHERS]
-    command = [sys.executable, "-P", str(script), target, tokens, ",".join(dict.fromkeys(formats))]
+    tokens, formats = (TOKENS, list(quant.FORMATS)) if everything else ("1", ["q4_0"])
+    if everything or target == "gfx1100":
+        formats.append(OTHERS)
+    command = [sys.executable, "-P", str(script), target, tokens, ",".join(formats)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     found = {json.loads(line)["kernel"].split()[0] for line in done.stdout.splitlines()}
