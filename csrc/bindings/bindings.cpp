@@ -928,6 +928,15 @@ NB_MODULE(_native, m) {
              "experts_norm"_a.none() = nb::none(), "disk"_a.none() = nb::none(), nb::keep_alive<0, 3>(),
              nb::keep_alive<0, 4>(), nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>(), nb::keep_alive<0, 14>())
         .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
+        .def(
+            "before",
+            [](Mixture& m, const Mixture& next) {
+                check(m.layer.disk && next.layer.disk && &m != &next, "both have experts on disk");
+                check(&m.layer.disk->files == &next.layer.disk->files, "experts of one queue of reads");
+                check(next.layer.router.weight.data && next.dim() == m.dim(), "a router that can be asked");
+                m.layer.next = &next.layer;
+            },
+            "next"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("experts", [](const Mixture& m) { return m.layer.experts.size(); })
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
         .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.disk || m.layer.experts[0]->disk; })

@@ -111,6 +111,7 @@ FFNCounts Context::bundles_from_disk(const MixtureArgs& a, const float* h, const
     FFNCounts total;
     for (size_t from = 0, to; from < n; from = to) {
         to = from + reads.begin_wave();
+        if (to == n) read_next_ahead(a, reads);
         std::deque<FFN> there;
         Chosen c = {{}, {}, &reads, from};
         for (size_t i = from; i < to; i++) {

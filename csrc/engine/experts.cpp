@@ -316,6 +316,7 @@ FFNCounts Context::Experts::run_from_disk() {
     std::atomic<size_t> active{0};
     for (size_t from = 0, to; from < n; from = to) {
         to = from + reads.begin_wave();
+        if (to == n) ctx.read_next_ahead(a, reads);
         size_t down_bytes = 0;
         for (size_t i = from; i < to; i++) {
             const int32_t slot = reads.tasks()[i].slot;

@@ -50,8 +50,9 @@ static size_t one_ffn(const LayerShape& s, size_t threads) {
 static size_t ffns(const LayerShape& s, size_t threads) {
     const size_t one = one_ffn(s, threads);
     if (s.experts == 1) return one;
-    // Its input, normed and gathered, an expert's answers, their sum, the router's answer.
-    const size_t routed = kPassTokens * (4 * s.dim + 2 * s.experts + 2);
+    // Its input, normed and gathered, an expert's answers, their sum, the router's answer. What the next
+    // layer's router is asked, and says.
+    const size_t routed = kPassTokens * (4 * s.dim + 2 * s.experts + 2) + kFewTokens * (s.dim + s.experts);
     return routed + (s.bundles || s.dense_dim ? one : 0) +
            (!s.bundles || s.shared_dim ? plain_experts(s, threads) : 0);
 }

@@ -38,6 +38,7 @@ struct Norm {
 };
 
 class DiskExperts;  // storage/disk_experts.h
+class ExpertReads;
 class DenseStream;  // storage/dense_stream.h
 
 // x wT + bias; bias may be null.
@@ -225,6 +226,7 @@ struct Mixture {
     bool apart() const { return experts_norm.weight != nullptr; }
     // Where experts are on disk: matrices say where they lie in slot 0.
     DiskExperts* disk = nullptr;
+    const Mixture* next = nullptr;  // of the layer behind, whose experts are then guessed beside this one's
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 
@@ -337,6 +339,7 @@ class Context {
     void read_ahead(const FFNArgs& a);
     void read_ahead(const MixtureArgs& a);
     void read_experts_ahead(const MixtureArgs& a);
+    void read_next_ahead(const MixtureArgs& a, ExpertReads& reads);
     size_t scratch_bytes() const;  // that calls have taken so far
     struct Walk;                   // one call of an FFN in bundles
 
@@ -405,7 +408,7 @@ class Context {
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum
-        Scratch<float> normed, logits, weights, kept, in, out, sum, record, shares, shared;
+        Scratch<float> normed, logits, weights, kept, in, out, sum, record, shares, shared, ahead;
         Scratch<size_t> tokens;
         Scratch<Visit> visits;
     } routed_;

@@ -181,9 +181,26 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const FFN& expert,
 // given. The likeliest come first: those with most weight.
 // A bounded step does not guess: it would read more than it may, or less than it could.
 void Context::read_experts_ahead(const MixtureArgs& a) {
-    if (a.mixture.disk->files.bounded()) return;
+    DiskExperts& disk = *a.mixture.disk;
+    if (disk.files.bounded() || !disk.guesses_well(DiskExperts::BEFORE_MIXER)) return;
     const float *h, *weights = shares(a, &h);
-    a.mixture.disk->read_ahead(heaviest_first(a, weights));
+    disk.read_ahead(heaviest_first(a, weights));
+}
+
+// What the next layer's router picks for what this layer's experts read: they and the next mixer add to that
+// yet. While this layer computes, the disk has nothing else to do.
+void Context::read_next_ahead(const MixtureArgs& a, ExpertReads& reads) {
+    const Mixture* next = a.mixture.next;
+    if (!next || a.tokens > kFewTokens || next->disk->files.bounded()) return;
+    if (next->disk->disabled(DiskRows::NO_PIPELINE)) return;
+    if (!next->disk->guesses_well(DiskExperts::BEFORE_LAST_FFN)) return;
+    const size_t all = a.tokens * a.dim;
+    float *normed = grown(routed_.ahead, all + a.tokens * next->experts.size()), *weights = normed + all;
+    const bool as_they_are = a.weights || next->router_norm.weight || !next->norm.weight;
+    if (!as_they_are) norm(next->norm, a.h, a.tokens, a.dim, normed);
+    routed(*next, as_they_are ? a.h : normed, a.tokens, weights);
+    const MixtureArgs guess = {*next, nullptr, a.h, a.tokens, a.dim, a.sparsity, nullptr};
+    reads.read_ahead(*next->disk, heaviest_first(guess, weights));
 }
 
 void Context::read_ahead(const MixtureArgs& a) {

@@ -25,9 +25,19 @@ bool ExpertFiles::changed(unsigned file) const {
     return !(reader.state(file) == files[file].state) || reader.changed(file);
 }
 
-void ExpertFiles::drop_early(unsigned buffer) {
-    const auto its = [buffer](const Early& e) { return e.buffer == buffer; };
-    early.erase(std::remove_if(early.begin(), early.end(), its), early.end());
+size_t ExpertFiles::early_under_way() const {
+    return size_t(std::count_if(early.begin(), early.end(), [](const Early& e) { return !e.come; }));
+}
+
+// Nobody is told of an error: this may never be asked for.
+void ExpertFiles::early_came(const ReadDone& done) {
+    for (Early& e : early)
+        if (e.buffer == done.tag) e.come = true, e.error = done.error;
+}
+
+void ExpertFiles::drop_early(const DiskExperts* but) {
+    const auto dropped = [but](const Early& e) { return e.come && e.of != but; };
+    early.erase(std::remove_if(early.begin(), early.end(), dropped), early.end());
 }
 
 void ExpertFiles::begin_step(uint64_t most_bytes, bool read_only) {
@@ -100,11 +110,30 @@ ReadRequest DiskExperts::request(size_t expert, size_t piece, unsigned buffer) c
             uint32_t(end - begin)};
 }
 
-// Whether a guess is more often right than wrong, or it is time to look whether it is now.
-bool DiskExperts::guesses_well() {
-    if (guessed_) right_ += (float(stats.early_used - used_) / float(guessed_) - right_) / 4;
-    guessed_ = 0, used_ = stats.early_used;
-    return right_ >= 0.5f || ++not_asked_ % 16 == 0;
+bool DiskExperts::guesses_well(When when) {
+    Guesses& g = guesses_[when];
+    if (g.begun) g.right += (float(g.used) / float(g.begun) - g.right) / 4;
+    g.begun = g.used = 0;
+    return g.right >= 0.5f || ++g.not_asked % 16 == 0;
+}
+
+// Counts an expert with its first piece. What is there, or has been asked for, is passed over.
+bool DiskExperts::next_early(const std::vector<int32_t>& likely, When when, size_t* i, size_t* piece,
+                             unsigned buffer, ReadRequest* read) {
+    std::vector<ExpertFiles::Early>& early = files.early;
+    const auto begun = [&](int32_t expert) {
+        return std::any_of(early.begin(), early.end(),
+                           [&](const ExpertFiles::Early& e) { return e.of == this && e.expert == expert; });
+    };
+    while (!*piece && *i < likely.size() && (in_memory(likely[*i]) || begun(likely[*i]))) ++*i;
+    if (*i == likely.size() || early.size() >= files.most_early()) return false;
+    if (!*piece) guesses_[when].begun++, stats.early++;
+    *read = request(size_t(likely[*i]), *piece, buffer);
+    early.push_back(
+        {this, likely[*i], unsigned(when), read->file, buffer, read->offset, read->bytes, false, 0});
+    stats.reads++, stats.bytes += read->bytes;
+    if (++*piece == pieces.size()) *piece = 0, ++*i;
+    return true;
 }
 
 void DiskExperts::read_ahead(const std::vector<int32_t>& likely) {
@@ -112,29 +141,24 @@ void DiskExperts::read_ahead(const std::vector<int32_t>& likely) {
     if (reader.forked() || reader.left_behind) return;
     std::vector<ExpertFiles::Early>& early = files.early;
     ReadDone done[64];
-    for (size_t n; !early.empty() && (n = reader.take(done, 64, false));)
-        for (size_t i = 0; i < n; i++) files.drop_early(unsigned(done[i].tag));
-    if (!early.empty() || !guesses_well()) return;
+    for (size_t n; files.early_under_way() && (n = reader.take(done, 64, false));)
+        for (size_t i = 0; i < n; i++) files.early_came(done[i]);
+    files.drop_early(this);
+    if (std::any_of(early.begin(), early.end(), [this](const auto& e) { return e.of != this; })) return;
     std::vector<ReadRequest> reads;
-    uint64_t bytes = 0;
-    size_t experts = 0;
-    const size_t most = reader.depth() / 2;
-    for (size_t i = 0; i < likely.size() && reads.size() < most; i++) {
-        if (slot_of(likely[i]) >= 0) continue;
-        experts++;
-        for (size_t p = 0; p < pieces.size() && reads.size() < most; p++) {
-            reads.push_back(request(size_t(likely[i]), p, unsigned(reads.size())));
-            const ReadRequest& r = reads.back();
-            early.push_back({r.file, unsigned(r.tag), r.offset, r.bytes, false, 0});
-            bytes += r.bytes;
-        }
+    const size_t before = early.size();
+    std::vector<bool> taken(reader.depth());
+    for (const ExpertFiles::Early& e : early) taken[e.buffer] = true;
+    size_t at = 0, piece = 0;
+    for (unsigned buffer = 0; buffer < reader.depth(); buffer++) {
+        ReadRequest read;
+        if (taken[buffer]) continue;
+        if (files.early_under_way() >= files.most_under_way()) break;
+        if (!next_early(likely, BEFORE_MIXER, &at, &piece, buffer, &read)) break;
+        reads.push_back(read);
     }
-    if (reads.empty()) return;
-    if (!reader.submit(reads.data(), reads.size())) {
-        early.clear();
-        return;
-    }
-    stats.early += guessed_ = experts, stats.reads += reads.size(), stats.bytes += bytes;
+    if (!reads.empty() && !reader.submit(reads.data(), reads.size()))
+        early.erase(early.begin() + ptrdiff_t(before), early.end());
 }
 
 uint64_t DiskExperts::read_bytes(size_t expert) const {
@@ -210,19 +234,18 @@ ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted
 // Reads in flight after a failure are awaited, but not where somebody wants the call to end. Those that
 // nobody asked for are not awaited.
 ExpertReads::~ExpertReads() {
-    std::vector<ExpertFiles::Early>& early = rows_.files.early;
-    early.erase(std::remove_if(early.begin(), early.end(), [](const auto& e) { return e.come; }),
-                early.end());
+    ExpertFiles& files = rows_.files;
     const bool given_up = failed() && error_.error == ECANCELED;
-    for (ReadDone done[64]; under_way_ > early.size() && !given_up && !reader_.forked();) {
+    for (ReadDone done[64]; under_way_ > files.early_under_way() && !given_up && !reader_.forked();) {
         const size_t n = reader_.take(done, 64, true);
         under_way_ -= n;
-        for (size_t i = 0; i < n; i++) rows_.files.drop_early(unsigned(done[i].tag));
-        if (under_way_ > early.size() && interrupted_ && interrupted_()) break;
+        for (size_t i = 0; i < n; i++) files.early_came(done[i]);
+        if (under_way_ > files.early_under_way() && interrupted_ && interrupted_()) break;
     }
-    if (under_way_ > early.size()) {
+    files.drop_early(next_);
+    if (under_way_ > files.early_under_way()) {
         reader_.left_behind += under_way_;
-        early.clear();
+        files.early.clear();
     }
     rows_.settle();
     if (many_) rows_.stats.streamed += rows_.stats.bytes - bytes_before_;
@@ -234,11 +257,12 @@ void ExpertReads::take_buffers() {
     if (reader_.forked()) throw std::runtime_error(kForked);
     std::vector<uint8_t>& scratch = rows_.files.scratch;
     scratch.resize(std::max(scratch.size(), threads_ * rows_.scratch_bytes));
+    rows_.files.drop_early(&rows_);
     const std::vector<ExpertFiles::Early>& early = rows_.files.early;
     for (unsigned i = reader_.depth(); i-- > 0;)
         if (std::none_of(early.begin(), early.end(), [i](const auto& e) { return e.buffer == i; }))
             buffers_.push_back(i);
-    under_way_ = early.size();
+    under_way_ = rows_.files.early_under_way();
     for (ReadDone done[64]; reader_.left_behind;) {
         reader_.left_behind -= reader_.take(done, 64, true);
         if (reader_.left_behind && interrupted_ && interrupted_()) throw DiskError(ECANCELED, "", -1);
@@ -330,9 +354,8 @@ void ExpertReads::wait(std::unique_lock<std::mutex>& held, int thread) {
         if (enough) give_up();
         return;  // what is waited for may have come, and been announced, while the lock was free
     }
-    const std::vector<ExpertFiles::Early>& early = rows_.files.early;
-    const bool reading =
-        under_way_ > size_t(std::count_if(early.begin(), early.end(), [](const auto& e) { return !e.come; }));
+    // What was read ahead may take the place that this call's reads wait for.
+    const bool reading = under_way_ > (queue_.empty() ? rows_.files.early_under_way() : 0);
     if (reading && !taking_) {
         look(true, held);
         changed_.notify_all();
@@ -349,9 +372,10 @@ void ExpertReads::wait(std::unique_lock<std::mutex>& held, int thread) {
 // Begins as many reads as there are buffers for, without the lock: each may take the system 30 microseconds.
 void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
     ReadRequest requests[16];
+    const size_t most = rows_.files.most_under_way();
     while (!failed()) {
         size_t n = 0;
-        while (n < 16 && !queue_.empty() && !buffers_.empty()) {
+        while (n < 16 && under_way_ + n < most && !queue_.empty() && !buffers_.empty()) {
             Pending& next = queue_.front();
             const unsigned buffer = buffers_.back();
             requests[n] = rows_.request(size_t(tasks_[next.task].expert), next.piece, buffer);
@@ -363,13 +387,42 @@ void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
             if (failed()) return;
             if (++next.piece == rows_.pieces.size()) queue_.pop_front();
         }
-        if (!n) return drop_early();
-        rows_.stats.reads += n, under_way_ += n;
+        rows_.stats.reads += n;
+        const bool own = n > 0;
+        if (!own) drop_early(), n = request_ahead(requests, 16);
+        if (!n) return;
+        under_way_ += n;
         held.unlock();
         const bool begun = reader_.submit(requests, n);
         held.lock();
-        if (!begun) under_way_ -= n, fail(EBUSY, &reads_[requests[0].tag]);
+        if (begun) continue;
+        under_way_ -= n;
+        if (own) return fail(EBUSY, &reads_[requests[0].tag]);
+        next_ = nullptr;  // nobody needs it
+        for (size_t i = 0; i < n; i++) rows_.files.early_came({requests[i].tag, EBUSY});
+        return drop_early();
     }
+}
+
+// Reads of the next layer's experts, once all that this call needs has been asked for.
+size_t ExpertReads::request_ahead(ReadRequest* requests, size_t most) {
+    if (!next_ || pinned_ < tasks_.size() || !queue_.empty()) return 0;
+    size_t n = 0;
+    for (; n < most && under_way_ + n < rows_.files.most_under_way() && !buffers_.empty(); n++) {
+        const unsigned buffer = buffers_.back();
+        if (!next_->next_early(likely_, DiskExperts::BEFORE_LAST_FFN, &likely_at_, &likely_piece_, buffer,
+                               &requests[n]))
+            break;
+        buffers_.pop_back();
+        reads_[buffer] = {};
+    }
+    return n;
+}
+
+void ExpertReads::read_ahead(DiskExperts& next, std::vector<int32_t> likely) {
+    std::unique_lock<std::mutex> held(lock_);
+    next_ = &next, likely_ = std::move(likely);
+    submit(held);
 }
 
 // Whether a piece was read ahead. Then it has arrived, or is under way as if it were asked for now.
@@ -382,7 +435,7 @@ bool ExpertReads::find_early(const Pending& next, const ReadRequest& read) {
     const ExpertFiles::Early found = *e;
     early.erase(e);
     reads_[found.buffer] = {next.task, next.piece};
-    rows_.stats.early_used += next.piece == 0;
+    if (!next.piece) rows_.early_used(found.when);
     if (!found.come) return true;
     if (found.error)
         fail(found.error, &reads_[found.buffer]);
@@ -391,22 +444,12 @@ bool ExpertReads::find_early(const Pending& next, const ReadRequest& read) {
     return true;
 }
 
-// Nobody is told of an error: this may never be asked for.
-void ExpertReads::come_early(const ReadDone& done) {
-    for (ExpertFiles::Early& e : rows_.files.early)
-        if (e.buffer == done.tag) e.come = true, e.error = done.error;
-}
-
 // Gives back the buffers of what has been read ahead and is not needed, once that is known.
 void ExpertReads::drop_early() {
     if (pinned_ < tasks_.size() || !queue_.empty()) return;
-    std::vector<ExpertFiles::Early>& early = rows_.files.early;
-    early.erase(std::remove_if(early.begin(), early.end(),
-                               [this](const auto& e) {
-                                   if (e.come) buffers_.push_back(e.buffer);
-                                   return e.come;
-                               }),
-                early.end());
+    for (const ExpertFiles::Early& e : rows_.files.early)
+        if (e.come && e.of != next_) buffers_.push_back(e.buffer);
+    rows_.files.drop_early(next_);
 }
 
 // Takes the reads that are done; with `wait`, sleeps for one, 100 ms at most.
@@ -415,6 +458,7 @@ void ExpertReads::look(bool wait, std::unique_lock<std::mutex>& held) {
     if (!wait) {
         const size_t n = reader_.take(done, 64, false);
         accept(done, n);
+        if (n) submit(held);
         return;
     }
     taking_ = true;
@@ -423,6 +467,7 @@ void ExpertReads::look(bool wait, std::unique_lock<std::mutex>& held) {
     held.lock();
     taking_ = false;
     accept(done, n);
+    if (n) submit(held);
 }
 
 void ExpertReads::accept(const ReadDone* done, size_t n) {
@@ -430,7 +475,7 @@ void ExpertReads::accept(const ReadDone* done, size_t n) {
     for (size_t i = 0; i < n; i++) {
         const unsigned buffer = unsigned(done[i].tag);
         if (reads_[buffer].task == kNobody)
-            come_early(done[i]);
+            rows_.files.early_came(done[i]);
         else if (done[i].error)
             fail(done[i].error, &reads_[buffer]);
         else

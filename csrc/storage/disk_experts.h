@@ -21,6 +21,8 @@ namespace tc {
 
 constexpr int kNotFinite = -3;  // DiskError::error: a scale that is no finite number
 
+class DiskExperts;
+
 // The files of a model, as they were when their headers were read, behind one queue of reads.
 struct ExpertFiles {
     ExpertFiles(std::vector<SourceFile> files, unsigned depth, size_t piece_bytes, Method method,
@@ -33,8 +35,12 @@ struct ExpertFiles {
     std::vector<uint8_t> scratch;  // of the call there is
 
     // Bytes that were asked for before a call that may need them, and that lie in a buffer as they were read
-    // until it does. A call drops what it does not need; what is under way then keeps its buffer meanwhile.
+    // until it does. A call drops what neither it nor the next layer's needs; what is under way then keeps
+    // its buffer meanwhile.
     struct Early {
+        const DiskExperts* of;
+        int32_t expert;
+        unsigned when;  // DiskExperts::When
         unsigned file, buffer;
         uint64_t offset;
         uint32_t bytes;
@@ -42,7 +48,12 @@ struct ExpertFiles {
         int error;  // of ReadDone
     };
     std::vector<Early> early;
-    void drop_early(unsigned buffer);
+    unsigned most_early() const { return reader.depth() / 4 * 3; }  // the others are for a call's own
+    // A virtual disk ends together what it found waiting together: what has come is put away meanwhile.
+    unsigned most_under_way() const { return reader.depth() / 2; }
+    size_t early_under_way() const;
+    void early_came(const ReadDone& done);    // if it was one of them
+    void drop_early(const DiskExperts* but);  // those that have come
 
     // A step begins whose calls read at most so many bytes: what they would read beyond is left out.
     // `read_only`: it leaves all caches as they are.
@@ -74,10 +85,18 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     void load(int threads, Interrupted interrupted = nullptr);
     bool disabled(DiskRows::Disabled what) const { return disabled_ & what; }
     // Before a call that may need these experts, the likeliest first: begins to read those that are not in
-    // memory, into half of the buffers at most. Not where the disk has something to do. Their slots are found
-    // when the call comes, so that a wrong guess moves no expert. A layer that is guessed badly is seldom
-    // guessed.
+    // memory, into most_early() buffers at most. Not where the disk has something else to do. Their slots are
+    // found when the call comes, so that a wrong guess moves no expert.
     void read_ahead(const std::vector<int32_t>& likely);
+    // When it is guessed which experts a call needs. Each is right more or less often.
+    enum When { BEFORE_MIXER, BEFORE_LAST_FFN, N_WHEN };
+    // Asked once before each guess: whether it is more often right than wrong, or it is time to look whether
+    // it is now.
+    bool guesses_well(When when);
+    // The next read ahead for a list of likely experts, from piece `piece` of number `i` on; false: none.
+    bool next_early(const std::vector<int32_t>& likely, When when, size_t* i, size_t* piece, unsigned buffer,
+                    ReadRequest* read);
+    void early_used(unsigned when) { guesses_[when].used++, stats.early_used++; }
     // Of a bounded step. `wanted`: the experts of a call, those that matter most first. Moves those to its
     // end that are missing and that the step cannot read any more, pays for the others, and returns how many
     // these are. It depends on what is in memory alone, not on when reads come.
@@ -100,17 +119,17 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     std::vector<uint8_t> known;
 
  private:
-    bool guesses_well();
     bool in_memory(int32_t expert) const { return !disabled(DiskRows::NO_CACHE) && slot_of(expert) >= 0; }
     uint64_t read_bytes(size_t expert) const;
 
     const size_t layer_;              // of those of the files
     const std::vector<RowRun> runs_;  // [experts, slabs]
     const int disabled_;
-    float right_ = 1;         // the share of experts read ahead that were needed, of late
-    uint64_t guessed_ = 0;    // experts that the last guess began to read
-    uint64_t used_ = 0;       // stats.early_used before it
-    unsigned not_asked_ = 0;  // guesses that would have been wrong too often
+    struct Guesses {
+        float right = 1;               // the share of experts read ahead that were needed, of late
+        unsigned begun = 0, used = 0;  // experts that the last guess began to read; of those, needed
+        unsigned not_asked = 0;        // guesses that would have been wrong too often
+    } guesses_[N_WHEN];
 };
 
 // The experts that one call needs, in waves of as many as there are slots for, and who works on which.
@@ -143,6 +162,9 @@ class ExpertReads {
 
     size_t begin_wave();  // the tasks of the next wave, which follow those of the last; 0: all are done
     void end_wave();      // DiskError where a read failed
+    // Once all that the call needs is under way, begins to read these experts of the next layer, the
+    // likeliest first, into buffers that the call has no use for.
+    void read_ahead(DiskExperts& next, std::vector<int32_t> likely);
     const std::vector<Task>& tasks() const { return tasks_; }
 
     // ---- all threads of a region
@@ -164,8 +186,8 @@ class ExpertReads {
     void request(size_t task);
     void submit(std::unique_lock<std::mutex>& held);
     bool find_early(const Pending& next, const ReadRequest& read);
-    void come_early(const ReadDone& done);
     void drop_early();
+    size_t request_ahead(ReadRequest* requests, size_t most);
     void look(bool wait, std::unique_lock<std::mutex>& held);
     void accept(const ReadDone* done, size_t n);
     int put(const Read& r, const uint8_t* buffer, int thread);
@@ -192,6 +214,9 @@ class ExpertReads {
     size_t waiting_ = 0;                       // tasks of the running wave that lack pieces
     std::deque<size_t> ready_;                 // tasks of the running wave with work
     std::deque<Pending> queue_;                // the next piece of a task
+    DiskExperts* next_ = nullptr;              // whose experts are read ahead
+    std::vector<int32_t> likely_;
+    size_t likely_at_ = 0, likely_piece_ = 0;  // what comes next of them
     std::vector<Read> reads_;                  // by buffer
     std::vector<unsigned> buffers_, arrived_;  // without a read; read
     size_t under_way_ = 0;

@@ -694,6 +694,7 @@ BINDERS = {
 OF_MIXTURES = {"routed"}  # tests/ops/test_moe.py
 HINTS = {
     "begin_ffn",
+    "follows",
     "run",
     "rows",
     "states",

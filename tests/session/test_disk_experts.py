@@ -239,7 +239,9 @@ def on_disk(
     method: str = "",
     names: Sequence[str] = NAMES,
     piece: int = PIECE,
+    first: int = 0,
 ) -> Bound:
+    """`first`: which of `files` is the model's first one."""
     native = _native.Context(threads, isa)
     slots, slot = quota + passing, m.offsets[-1]
     arena = _native.Arena(slots * slot)
@@ -250,7 +252,7 @@ def on_disk(
     group = native.group if groups else 1
     runs = [
         [
-            (s.format, s.columns, s.part, s.at[e], s.rows, to, s.stride, None, group, 0)
+            (s.format, s.columns, first + s.part, s.at[e], s.rows, to, s.stride, None, group, 0)
             for s, to in zip(m.slabs, m.offsets, strict=False)
         ]
         for e in range(EXPERTS)
@@ -409,6 +411,111 @@ def test_a_layer_that_is_guessed_badly_is_seldom_guessed(tmp_path: Path) -> None
         disk.run(h)
     assert disk.stats()["early_used"] == 0
     assert 0 < disk.stats()["early"] < 60
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Two layers behind one queue of reads, the first of which reads ahead for the second; their models."""
+
+    models: tuple[Model, Model]
+    disk: tuple[Bound, Bound]
+
+    @staticmethod
+    def of(
+        directory: Path,
+        quota: int = 2,
+        passing: int = 6,
+        *,
+        neurons: int = 512,
+        depth: int = DEPTH,
+        method: str = "",
+        disable: int = 0,
+    ) -> Layers:
+        models = []
+        for i, name in enumerate(("first", "second")):
+            (directory / name).mkdir()
+            models.append(replace(model(directory / name, neurons=neurons, shared=True), rng=11 + i))
+        names = [state(m.files[0]) for m in models]
+        files = _native.ExpertFiles(names, depth=depth, piece_bytes=PIECE, method=method)
+        one, other = (
+            on_disk(m, quota, passing, files=files, first=i, disable=disable) for i, m in enumerate(models)
+        )
+        one.mixture.before(other.mixture)
+        return Layers((models[0], models[1]), (one, other))
+
+
+@pytest.mark.parametrize("method", ["threads", "io_uring"])
+@pytest.mark.parametrize("disable", [0, _native.NO_CACHE, _native.NO_PIPELINE])
+@pytest.mark.parametrize("depth", [2, 3, DEPTH, 64])
+def test_no_guess_beside_the_layer_before_changes_a_bit_or_an_expert(
+    tmp_path: Path, depth: int, disable: int, method: str
+) -> None:
+    """Guesses that are right, wrong, made twice, or for calls that never come or have many tokens."""
+    both = Layers.of(tmp_path, depth=depth, disable=disable, method=method)
+    memory = [in_memory(m) for m in both.models]
+    plain = [on_disk(m, 2, disable=disable) for m in both.models]
+    (first, second), others = both.disk, list(calls(256, seed=1))
+    for i, h in enumerate(calls(256)):
+        assert first.run(h) == plain[0].run(h) == memory[0].run(h), i
+        if i % 4 == 1:
+            continue  # its call never comes
+        if i % 4 == 2:
+            second.guess(others[i])
+        for each in (h, others[i]) if i % 3 else (others[i],):
+            assert second.run(each) == plain[1].run(each) == memory[1].run(each), i
+    for layer, wanted in zip(both.disk, plain, strict=True):
+        found, alone = layer.stats(), wanted.stats()
+        assert (found["needed"], found["missed"]) == (alone["needed"], alone["missed"])
+    ahead = disable != _native.NO_PIPELINE and depth > 3
+    assert (second.stats()["early"] > 0) == ahead and (second.stats()["early_used"] > 0) == ahead
+
+
+def test_a_right_guess_beside_the_layer_before_reads_nothing_twice(tmp_path: Path) -> None:
+    both = Layers.of(tmp_path, 0, neurons=32, depth=32)
+    first, second = both.disk
+    alone = on_disk(both.models[1], 0)
+    for h in calls(256, (1,) * 8):
+        first.run(h)
+        assert second.run(h) == alone.run(h)
+    found, wanted = second.stats(), alone.stats()
+    assert (found["reads"], found["bytes"]) == (wanted["reads"], wanted["bytes"])
+    assert found["early_used"] == found["early"] == found["missed"] > 0
+
+
+def test_a_layer_that_is_guessed_badly_beside_the_one_before_may_still_be_guessed_by_itself(
+    tmp_path: Path,
+) -> None:
+    first, second = Layers.of(tmp_path, 0, neurons=32, depth=32).disk
+    for h in calls(256, (1,) * 60):
+        first.run(h)
+        second.guess(-h)
+        second.run(-h)  # what the router likes least of what the layer before has read
+    found = second.stats()
+    assert 60 < found["early_used"] < found["early"] < found["early_used"] + 60
+
+
+def test_wrong_bytes_that_a_layer_before_has_read_are_told_if_they_are_needed(tmp_path: Path) -> None:
+    both = Layers.of(tmp_path, 0, neurons=32, depth=32)
+    (first, second), (_, m) = both.disk, both.models
+    memory = in_memory(m)
+    (h,) = calls(256, (1,))
+    for each in (h, -h):
+        assert second.run(each) == memory.run(each)
+    damaged(m, 2, chosen(m, h)[0], 1000, b"\x55\xaa\x00\x01")
+    first.run(h)
+    assert second.run(-h) == memory.run(-h)
+    first.run(h)
+    assert "checksum mismatch" in str(failed(second, h))
+    first.run(h)
+    assert second.run(-h) == memory.run(-h)
+
+
+def test_only_a_layer_of_the_same_queue_can_be_read_ahead_beside_another(tmp_path: Path) -> None:
+    m = model(tmp_path)
+    one, other = on_disk(m, 2), on_disk(m, 2)
+    for next_one in (other.mixture, in_memory(m).mixture, one.mixture):
+        with pytest.raises(ValueError):
+            one.mixture.before(next_one)
 
 
 # ---- what is kept, and what is counted
@@ -599,14 +706,18 @@ memory = in_memory(m)
 inputs = list(calls(m.dim, (1, 9, 1, 2)))
 wanted = [memory.run(h) for h in inputs]
 disk = on_disk(m, 2, 2, method=method)
+layers = Layers.of(Path(sys.argv[2]), method=method, neurons=64)
+for each in layers.models:
+    wanted += [in_memory(each).run(h) for h in inputs]
 errors = 0
 def run():
-    found = []
+    found = [[], [], []]
     for h, guessed in zip(inputs, (inputs[0], None, inputs[0], inputs[3]), strict=True):
         if guessed is not None:
             disk.guess(guessed)
-        found.append(disk.run(h))
-    return found
+        for i, each in enumerate((disk, *layers.disk)):
+            found[i].append(each.run(h))
+    return sum(found, [])
 each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
 for how in (b"short", b"interrupted", b"busy", *each, b"eio_from 1", b"eio_from 100"):
     bad(how)
@@ -617,10 +728,11 @@ for how in (b"short", b"interrupted", b"busy", *each, b"eio_from 1", b"eio_from 
         assert how[:3] in (b"eio", b"end"), (how, e)
         error, name, *rest = e.args
         assert error == (5 if how[:3] == b"eio" else -1) and rest == [-1, False], (how, e)
-        assert str(m.files[0])[:-6] in name and "_exps.weight, expert " in name, name
+        assert name.startswith(sys.argv[2]) and "_exps.weight, expert " in name, name
     bad(b"none")
     assert run() == wanted, how
 assert disk.stats()["early"] > disk.stats()["early_used"] > 0
+assert layers.disk[1].stats()["early_used"] > 0
 print(errors)
 """
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,10 +88,13 @@ def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, M, P, L]) -> Mo
         for i, x in enumerate(layers)
     )
     mixers = (None if x.mixer is None else table.bind_mixer(spec, x) for x in layers)
-    ffns = (table.bind_ffn(spec, x) if x.experts else None for x in layers)
+    ffns = tuple(table.bind_ffn(spec, x) if x.experts else None for x in layers)
+    for after, ffn in itertools.pairwise(ffns):
+        if after is not None and ffn is not None:
+            table.follows(ffn, after)
     own = tuple(table.bind_per_layer(spec, x) for x in layers if x.per_layer is not None)
     chooser = table.chooser(spec, weights)
-    return Model(spec, weights, tuple(attention), tuple(mixers), tuple(ffns), own, chooser)
+    return Model(spec, weights, tuple(attention), tuple(mixers), ffns, own, chooser)
 
 
 @functools.lru_cache(maxsize=8)

@@ -126,6 +126,13 @@ class CpuOps:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
         return self._mixture(spec, layer, norm, join)
 
+    def follows(self, bound: _native.FFN | _native.Mixture, after: _native.FFN | _native.Mixture) -> None:
+        """Let experts on disk be read ahead, by what their router says of the stream before."""
+        if not isinstance(bound, _native.Mixture) or not isinstance(after, _native.Mixture):
+            return
+        if bound.reads is not None and after.reads is not None:
+            after.before(bound)
+
     def bind_mixer(self, spec: ModelSpec, layer: Layer) -> _native.Mixer:
         r, m = spec.recurrent, layer.mixer
         assert r is not None and m is not None

@@ -231,6 +231,9 @@ class GpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> BoundFFN:
         return self._binder.ffn(spec, layer)
 
+    def follows(self, bound: BoundFFN, after: BoundFFN) -> None:
+        """Guess nothing: experts on disk are asked for by their own layer."""
+
     def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> BoundPerLayer:
         return self._binder.per_layer(spec, layer)
 

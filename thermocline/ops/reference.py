@@ -383,6 +383,10 @@ def bind_ffn(spec: ModelSpec, layer: Layer) -> Bound:
     return Bound(spec, None, layer)
 
 
+def follows(bound: Bound, after: Bound) -> None:
+    """Guess nothing."""
+
+
 def attention_add(x: F32, h: F32, bound: Bound, step: Step, kv: KVLayer) -> None:
     """x += the attention block of h, in place: norm, q k v, attention, output projection. h may be x."""
     spec, heads, layer = bound
