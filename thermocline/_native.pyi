@@ -116,6 +116,10 @@ def begin_rows(
 def arranged(format: str, rows: U8, out: U8) -> int | None:
     """Rows of GGUF's blocks as planar rows. -> the first row with a scale that is no number"""
 
+def arranging_gbs(format: str, columns: int, nbytes: int, threads: int, seconds: float) -> float:
+    """GB/s at which each of `threads` checks such rows of a file and puts them into their groups, in passes
+    over `nbytes` of them, for `seconds` and one pass at least."""
+
 class Reader:
     """Asynchronous reads of one file. OSError where it cannot be opened.
 

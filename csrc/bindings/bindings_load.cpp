@@ -2,6 +2,8 @@
 // calls.
 #include "bindings.h"
 
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -146,6 +148,44 @@ static nb::object arranged(const std::string& format, Array<const uint8_t, 2> ro
     return nb::none();
 }
 
+// GB/s of one of `threads` that check and put away rows of a file, `kMostPanelRows` at a time, as a stream
+// does with what a disk has brought: `bytes` of them in turn, which no cache holds, into memory of its own.
+static double arranging_gbs(const std::string& format, size_t columns, size_t bytes, int threads,
+                            double seconds) {
+    const tc::Arrangement* form = tc::arrangement(format.c_str());
+    check(form != nullptr, "unknown weight format");
+    check(columns > 0 && columns % form->block == 0 && columns <= size_t(1) << 24, "no whole blocks");
+    check(bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024 && seconds >= 0,
+          "arguments out of range");
+    tc::RowRun run{form, columns / form->block, 0, 0, tc::kMostPanelRows, 0, 0, nullptr};
+    run.stride = run.row_bytes();
+    check(tc::chosen_kernels() != nullptr, "no kernels");
+    if (tc::kFormats[form->format].block > 1) run.group = size_t(tc::chosen_kernels()->panel_rows);
+    const size_t piece = run.rows * run.row_bytes(), pieces = bytes / piece;
+    check(pieces >= size_t(threads), "too few bytes");
+    nb::gil_scoped_release release;
+    const std::vector<uint8_t> from(pieces * piece, 0x40);  // 2.125 as an f16 scale
+    tc::Pool pool(threads);
+    std::atomic<size_t> next{0};
+    std::atomic<uint32_t> sink{0};
+    auto arrange = [&](int) {
+        std::vector<uint8_t> to(piece + run.group * run.row_bytes());
+        for (size_t i; (i = next.fetch_add(1)) < pieces;) {
+            const uint8_t* const rows = from.data() + i * piece;
+            sink.fetch_xor(tc::crc32c(rows, piece, 0), std::memory_order_relaxed);
+            tc::put_rows(run, to.data(), 0, run.rows, rows, to.data() + piece);
+        }
+    };
+    using clock = std::chrono::steady_clock;
+    double passes = 0, elapsed = 0;
+    for (const auto start = clock::now(); !passes || elapsed < seconds; passes++) {
+        next.store(0);
+        pool.run(arrange);
+        elapsed = std::chrono::duration<double>(clock::now() - start).count();
+    }
+    return passes * double(pieces * piece) / elapsed / threads / 1e9;
+}
+
 void bind_load(nb::module_& m) {
     m.attr("ROW_BITS") = tc::kRowBits;
     m.attr("CHANGED") = tc::kChanged;
@@ -157,4 +197,5 @@ void bind_load(nb::module_& m) {
     m.def("begin_rows", &begin_rows, "arena"_a, "files"_a, "runs"_a, nb::rv_policy::take_ownership,
           nb::keep_alive<0, 1>());
     m.def("arranged", &arranged, "format"_a, "rows"_a.noconvert(), "out"_a.noconvert());
+    m.def("arranging_gbs", &arranging_gbs, "format"_a, "columns"_a, "nbytes"_a, "threads"_a, "seconds"_a);
 }

@@ -408,7 +408,7 @@ def test_pack_inspect_verify(tiny_hf: Path, tmp_path: Path, thermocline: Run) ->
 
 def test_doctor_tells_a_person_and_a_program(monkeypatch: pytest.MonkeyPatch, thermocline: Run) -> None:
     unmeasured = DiskSpeed("/here", 1 << 30, why="not now")
-    monkeypatch.setattr(hardware, "measure_disk", lambda path: unmeasured)
+    monkeypatch.setattr(hardware, "measure_disk", lambda path, threads: unmeasured)
     told = json.loads(thermocline("doctor", "--json").out)
     assert difference("doctor", told) == []
     assert told["isa"]["chosen"] in told["isa"]["levels"]

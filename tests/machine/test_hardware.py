@@ -155,10 +155,12 @@ def test_the_disk_probe_measures_and_leaves_nothing_behind(
     monkeypatch.setattr(disk_speed, "SEQUENTIAL_S", 0.05)
     monkeypatch.setattr(disk_speed, "RANDOM_S", 0.05)
     monkeypatch.setattr(disk_speed, "WRITE_S", 20.0)
-    found = disk_speed.measure_disk(tmp_path / "not" / "there" / "yet")
+    monkeypatch.setattr(disk_speed, "ARRANGED_BYTES", 1 << 20)
+    monkeypatch.setattr(disk_speed, "ARRANGE_S", 0.02)
+    found = disk_speed.measure_disk(tmp_path / "not" / "there" / "yet", threads=2)
     assert found.path == str(tmp_path)
     assert (found.sequential_gbs or 0) > 0 and (found.random_iops or 0) > 0
-    assert (found.pieces_gbs or 0) > 0
+    assert (found.pieces_gbs or 0) > 0 and (found.arrange_gbs or 0) > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -142,6 +142,23 @@ def test_native_code_arranges_rows_as_numpy_does(format: str, blocks: int) -> No
     assert np.array_equal(first, quant.from_gguf(format, rows))
 
 
+@pytest.mark.parametrize("format", ["q4_0", "mxfp4", "q6_k", "f16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_speed_of_arranging_is_measured(format: str, threads: int) -> None:
+    assert 0.001 < _native.arranging_gbs(format, 512, 1 << 20, threads, 0.0) < 1000
+
+
+def test_the_speed_of_arranging_is_refused_for_what_are_no_rows() -> None:
+    for format, columns, nbytes, threads in (
+        ("q4", 512, 1 << 20, 1),
+        ("q4_0", 500, 1 << 20, 1),
+        ("q4_0", 512, 1 << 10, 1),
+        ("q4_0", 512, 1 << 20, 0),
+    ):
+        with pytest.raises(ValueError):
+            _native.arranging_gbs(format, columns, nbytes, threads, 0.0)
+
+
 SCALES = [
     (name, field.name)
     for name in BLOCKS

@@ -561,7 +561,7 @@ def test_a_disk_is_measured_where_memory_is_too_small(
     monkeypatch.setattr(
         disk_speed,
         "measure_disk",
-        lambda path: measured.append(path) or disk_speed.DiskSpeed(str(path), 1 << 40, 2.0, 1e5),
+        lambda path, threads: measured.append(path) or disk_speed.DiskSpeed(str(path), 1 << 40, 2.0, 1e5),
     )
     args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--json")
     ran = thermocline(*args)
@@ -578,7 +578,7 @@ def test_a_disk_whose_speed_varies_is_noted(thermocline: Run, monkeypatch: pytes
     from thermocline.machine import disk_speed
 
     found = disk_speed.DiskSpeed(".", 1 << 40, 2.0, 1e5, why="this disk's speed varies: 0.20 to 2.00 GB/s")
-    monkeypatch.setattr(disk_speed, "measure_disk", lambda _: found)
+    monkeypatch.setattr(disk_speed, "measure_disk", lambda _, threads: found)
     args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--ram", "1.5")
     assert found.why in json.loads(thermocline(*args, "--json").out)["notes"]
     assert found.why in thermocline(*args).out
@@ -747,7 +747,7 @@ def test_doctor_writes_what_plan_reads(
     from thermocline.machine import hardware
     from thermocline.machine.disk_speed import DiskSpeed
 
-    monkeypatch.setattr(hardware, "measure_disk", lambda path: DiskSpeed("/here", 1 << 30, 2.0, 1e5))
+    monkeypatch.setattr(hardware, "measure_disk", lambda path, threads: DiskSpeed("/here", 1 << 30, 2.0, 1e5))
     # Kernels faster than memory are refused, and on a busy machine two measurements differ by any factor.
     monkeypatch.setattr(hardware, "read_gbs", lambda *_: 1e6)
     hw = tmp_path / "hw.json"

@@ -262,7 +262,7 @@ def test_what_is_planned_is_what_runs(
     bare = replace(here, gpu=None, disk=None)
     monkeypatch.setattr("thermocline.machine.this_machine.tiers_here", lambda *_, **__: bare)
     monkeypatch.setattr("thermocline.machine.this_machine.disk_tier", lambda _: here.disk)
-    monkeypatch.setattr("thermocline.machine.disk_speed.measure_file", lambda _: None)
+    monkeypatch.setattr("thermocline.machine.disk_speed.measure_file", lambda _, threads: None)
     (tmp_path / "here.toml").write_text(render(replace(here, disk=here.disk if disk else None)))
     limits = ["--vram", repr(vram), "--ram", repr(ram if disk else 4.0)]
     command = ["plan", path, "--hardware", tmp_path / "here.toml", "--ctx", "64", *limits]

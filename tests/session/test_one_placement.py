@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Tiers:
     here = replace(known, gpu=None, cpu=replace(known.cpu, threads=2, kernels=kernels))
     monkeypatch.setattr(this_machine, "tiers_here", lambda *_, **__: replace(here, disk=None))
     monkeypatch.setattr(this_machine, "disk_tier", lambda _: here.disk)
-    monkeypatch.setattr(disk_speed, "measure_file", lambda _: None)
+    monkeypatch.setattr(disk_speed, "measure_file", lambda _, threads: None)
     return here
 
 

@@ -430,7 +430,8 @@ def measure(disk_dir: Path, threads: int = 0) -> Hardware:
         native_error = str(e)
         total, _ = _system_memory(ROOT)
         memory = Memory(total, *available_memory(), cache_bytes(), None, None, threads)
-    return Hardware(load, machine, levels, native_error, memory, measure_disk(disk_dir), gpu())
+    disk = measure_disk(disk_dir, threads=0 if native_error else threads)
+    return Hardware(load, machine, levels, native_error, memory, disk, gpu())
 
 
 def advice(h: Hardware, isa_variable: str | None = None) -> list[str]:

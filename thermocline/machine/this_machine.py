@@ -57,7 +57,7 @@ def with_gpu(tiers: Tiers, device: Any, kernels: Any, free_bytes: int, format: s
 def disk_tier(found: MeasuredDisk) -> DiskTier | None:
     if found.sequential_gbs is None or found.random_iops is None:
         return None
-    return DiskTier(found.sequential_gbs, found.random_iops, found.pieces_gbs)
+    return DiskTier(found.sequential_gbs, found.random_iops, found.pieces_gbs, found.arrange_gbs)
 
 
 def kernel_arena(cache: int, ram: int) -> _native.Arena:

@@ -19,6 +19,7 @@ BUNDLED = Path(__file__).parents[1] / "bundled" / "hardware"
 MAX_NUMBER = 1e15
 # A kernel cannot read faster than memory, but two measurements of the same speed may differ by this factor.
 NOISE = 1.5
+ARRANGED_GBS = 2.9  # of a thread, where it was not measured: two cores of Zen 4, from 256 KiB at a time
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,17 @@ class DiskTier:
     read_gbs: float  # large reads
     reads_per_s: float  # of 4 KiB, many in flight
     pieces_gbs: float | None = None  # of 256 KiB at random, many in flight; older files have none
+    arrange_gbs: float | None = None  # of each thread that checks and arranges rows beside it; the same
 
     @property
     def expert_gbs(self) -> float:
         """Return the speed of reading experts, in pieces."""
         return self.read_gbs if self.pieces_gbs is None else self.pieces_gbs
+
+    @property
+    def arranged_gbs(self) -> float:
+        """Return the speed of each thread that checks and arranges what has been read."""
+        return ARRANGED_GBS if self.arrange_gbs is None else self.arrange_gbs
 
 
 @dataclass(frozen=True)
@@ -183,8 +190,8 @@ def _number(kind: type[Any], value: Any, name: str, at: str) -> Any:
 
 def tiers_json(tiers: Tiers) -> Json:
     about: Json = {"kind": KIND, "version": VERSION, **dataclasses.asdict(tiers)}
-    if about["disk"] is not None and about["disk"]["pieces_gbs"] is None:
-        del about["disk"]["pieces_gbs"]  # what was not measured has no key, as in older files
+    if about["disk"] is not None:  # what was not measured has no key, as in older files
+        about["disk"] = {key: value for key, value in about["disk"].items() if value is not None}
     return about
 
 

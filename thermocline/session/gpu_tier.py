@@ -105,7 +105,9 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
         if stored == "rows" or (stored == "experts" and not takes_experts(pack.spec)):
             what = "experts" if stored == "experts" else "rows of FFNs"
             raise OutOfBudget(f"{e}; or --gpu off, which leaves {what} on disk") from None
-        measured = this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if stored else None
+        if not stored:
+            raise
+        measured = this_machine.disk_tier(disk_speed.measure_file(pack.data_path, threads=needs.threads))
         if measured is None:
             raise
     return planned_of(found, subject, replace(here, disk=measured), needs)

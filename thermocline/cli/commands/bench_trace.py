@@ -147,11 +147,11 @@ def _problem(o: BenchOptions, pack: Pack, found: Trace) -> tuple[Problem, list[A
 
 
 def _tiers(o: BenchOptions, pack: Pack, subject: Subject) -> Any:
-    from thermocline.machine import disk_speed, this_machine
+    from thermocline.machine import disk_speed, hardware, this_machine
     from thermocline.machine.tiers import read_tiers
 
     if o.hardware is None:
-        measured = disk_speed.measure_disk(pack.path)
+        measured = disk_speed.measure_disk(pack.path, threads=hardware.threads_for(o.threads[0]))
         tiers = this_machine.tiers_here(o.threads[0], disk=measured, formats=subject.sizes.formats)
         why = f": {measured.why}" if measured.why else ""
     else:

@@ -295,9 +295,12 @@ def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, lis
     """
     from thermocline.machine import disk_speed, this_machine
 
-    model = Path(subject.name)
+    model, threads = Path(subject.name), tiers.cpu.threads
     files = [file for file in (model / "weights.bin", model) if file.is_file()]
-    found = disk_speed.measure_file(files[0]) if files else disk_speed.measure_disk(Path())
+    if files:
+        found = disk_speed.measure_file(files[0], threads=threads)
+    else:
+        found = disk_speed.measure_disk(Path(), threads=threads)
     why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
     log.info(f"it does not fit in memory; the disk of {found.path} was {why}")
     return replace(tiers, disk=this_machine.disk_tier(found)), [found.why] if found.why else []

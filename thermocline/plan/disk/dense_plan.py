@@ -14,9 +14,6 @@ from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
 NOTHING = Fetch(0.0, 0.0, 0.0)
-# Of a thread that checks and arranges what was read, beside another one and the disk's own work. On two cores
-# of Zen 3, 660 ms of a token of 830 were not waited for. Products of all rows are 270, 390 are for 1.3 GB.
-ARRANGED_GBS = 1.7
 STEPS = 4  # after so many steps the window is as full at each layer as a step later
 
 
@@ -71,13 +68,14 @@ def waits_us(p: Problem, s: DenseSplit, layers: list[tuple[float, float]], head_
 
 def prediction(p: Problem, s: DenseSplit, work: Work) -> Prediction:
     """Predict a step of a CPU that reads some rows from disk, once for all its tokens."""
+    assert p.tiers.disk is not None
     v = p.speeds(work)
     head_us = cost.TOKEN_US + float(cost.head_columns(p.sizes, v, gpu=False).cpu_us[0])
-    layers, threads = [], p.tiers.cpu.threads
+    layers, arranged = [], p.tiers.disk.arranged_gbs * 1e3 * p.tiers.cpu.threads  # bytes a us
     for i, layer in enumerate(p.layers(work)):
         cpu, _ = cost.stored_times(layer, v, work, [NOTHING])
         attention = cost.attention_us(layer, v)
-        arranging = s.streamed_bytes(i) / (ARRANGED_GBS * 1e3 * threads) if i in s.held else 0.0
+        arranging = s.streamed_bytes(i) / arranged if i in s.held else 0.0
         layers.append((attention, cpu - attention + arranging))
     cpu_us = head_us + sum(map(sum, layers))
     disk_us = waits_us(p, s, layers, head_us)

@@ -23,7 +23,6 @@ from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
 NOTHING = Fetch(0.0, 0.0, 0.0)
-ARRANGE_NS = 0.34  # of a thread, for a byte from disk: to read it, its checksum, its place
 MOST_CHATS = 8  # `EngineOptions.max_batch` where nothing is asked
 
 
@@ -175,7 +174,7 @@ def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -
     latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
     chances = miss_chances(p, s, layer, work)
     k = np.arange(1, len(chances))
-    arrange = s.mixture.records[layer].bytes * ARRANGE_NS / 1e3 / p.tiers.cpu.threads
+    arrange = s.mixture.records[layer].bytes / (disk.arranged_gbs * 1e3 * p.tiers.cpu.threads)
     beside = ffn_us * np.maximum(0.0, 1 - k / n)
     longer = np.maximum((k - 1) * arrange, latency + k * each - beside) + arrange
     return float(chances[1:] @ longer)
