@@ -37,6 +37,7 @@ def missing_model(pack: Path, tmp: Path, patch: pytest.MonkeyPatch) -> list[str]
 
 def too_little_memory(pack: Path, tmp: Path, patch: pytest.MonkeyPatch) -> list[str]:
     patch.setattr(hardware, "available_bytes", lambda: 1 << 20)
+    patch.setattr(hardware, "own_bytes", lambda: 0)
     return ["run", "-m", str(pack), "hello"]
 
 

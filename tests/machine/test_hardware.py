@@ -139,6 +139,13 @@ def test_this_machine_is_plausible() -> None:
     assert 1 <= found.threads <= found.usable_physical <= found.logical
     assert (hardware.available_bytes() or GIB) > 0
     assert (hardware.peak_rss_bytes() or GIB) > 1 << 20
+    assert hardware.own_bytes() <= (hardware.peak_rss_bytes() or 0)
+
+
+def test_what_a_process_holds_itself_is_not_what_files_are_mapped_to_it(tmp_path: Path) -> None:
+    status = {"proc/self/status": "VmRSS:\t    900 kB\nRssAnon:\t    300 kB\nRssFile:\t    600 kB\n"}
+    assert hardware.own_bytes(tree(tmp_path, status)) == 300 << 10
+    assert hardware.own_bytes(tmp_path / "elsewhere") == 0
 
 
 def test_memory_speed_is_measured_and_not_when_memory_is_scarce(monkeypatch: pytest.MonkeyPatch) -> None:

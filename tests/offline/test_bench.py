@@ -144,6 +144,7 @@ def test_what_does_not_fit_in_memory_is_said_before_it_is_loaded(
     toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 0)
     monkeypatch.setattr(Session, "load", None)  # never reached
     ran = thermocline(*options(toy_pack, "-p 8 -n 3"))
     assert (ran.code, ran.out) == (5, "") and "1.0 MiB is free" in ran.err

@@ -549,6 +549,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(
     refused(thermocline, 2, "never zero", silu, *more, "--against", "exact")
     refused(thermocline, 2, "another tokenizer", tiny_pack, *more, "--against", BUNDLED)
     monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 0)
     refused(thermocline, 5, "1.0 MiB is free", tiny_pack, *more)
 
 

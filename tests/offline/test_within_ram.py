@@ -199,6 +199,7 @@ def test_inputs_are_measured_where_memory_is_too_small(
     assert sessions == []
     ram = _least(opened, texts)
     monkeypatch.setattr(hardware, "available_bytes", lambda: ram)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 0)
     found = over_texts.measure_inputs(opened, texts, 2, lambda *_: None)
     assert [from_disk for from_disk, _, _ in sessions] == [True]
     assert found.keys() == wanted.keys()
@@ -210,6 +211,7 @@ def test_inputs_are_measured_where_memory_is_too_small(
 def _least(opened: Pack, texts: Any) -> int:
     with pytest.MonkeyPatch.context() as little:
         little.setattr(hardware, "available_bytes", lambda: 1 << 20)
+        little.setattr(hardware, "own_bytes", lambda: 0)
         with pytest.raises(OutOfBudget, match="to run the model while packing: with its") as refused:
             over_texts.measure_inputs(opened, texts, 2, lambda *_: None)
     said = str(refused.value)

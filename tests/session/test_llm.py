@@ -240,6 +240,7 @@ def test_too_little_memory_is_said_before_loading(
     from thermocline.machine import hardware
 
     monkeypatch.setattr(hardware, "available_bytes", lambda: 32 << 20)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 0)
     with pytest.raises(OutOfBudget, match=r"3\d\.\d MiB is free"):
         LLM(tiny_pack)
 

@@ -393,6 +393,7 @@ def test_eval_measures_how_far_off_answers_are(
     assert exact["read_budget_mb"] is None
     free = int(ram(path) * GIB) + (1 << 20) + 2 * evaluate.reader_bytes(Pack.open(path).spec, 32)
     monkeypatch.setattr(hardware, "available_bytes", lambda: free)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 0)
     found = [json.loads(thermocline(*asked, "--read-budget", mb).out) for mb in ("0", "0.2", "1000")]
     kld = [f["against"]["kld"]["value"] for f in found]
     left = [f["disk_left_out_per_token"] for f in found]

@@ -318,6 +318,11 @@ def available_bytes() -> int | None:
     return available_memory()[0]
 
 
+def own_bytes(root: Path = ROOT) -> int:
+    """Return the memory that this process holds and no file has; 0 if the system does not say."""
+    return _fields_kib(root / "proc/self/status").get("RssAnon", 0)
+
+
 def peak_rss_bytes() -> int | None:
     """Return the most memory that this process has held; None if the system does not say."""
     if peak := _fields_kib(ROOT / "proc/self/status").get("VmHWM"):

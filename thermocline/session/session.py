@@ -14,7 +14,14 @@ from thermocline.machine import hardware
 from thermocline.pack.checksums import open_checksums, verify_once
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
-from thermocline.plan.budget import Decision, Needs, all_in_ram, check_read_budget, without_gpu
+from thermocline.plan.budget import (
+    RUNTIME_BYTES,
+    Decision,
+    Needs,
+    all_in_ram,
+    check_read_budget,
+    without_gpu,
+)
 from thermocline.session import kept_prompts, store, weights
 from thermocline.session.store import Opened
 from thermocline.session.weights import BegunLoad
@@ -378,8 +385,13 @@ def needs_of(options: EngineOptions, beside: int = 0) -> Needs:
 
 
 def budget_for(ram: float | None) -> tuple[int | None, str]:
-    """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
+    """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed").
+
+    A session's needs have Python and what else it runs in, which this process has taken already.
+    """
     free = hardware.available_bytes()
+    if free is not None:
+        free += min(hardware.own_bytes(), RUNTIME_BYTES)
     allowed = None if ram is None else int(ram * 2**30)
     return (
         min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
