@@ -130,10 +130,10 @@ def test_memory_is_as_fast_as_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch
 def test_a_file_without_the_speeds_of_pieces_and_of_arranging_is_an_older_one() -> None:
     """Experts are then taken to come as fast as large reads in order."""
     old = read_tiers("rtx4090-i9-13900k")
-    assert old.disk is not None and old.disk.expert_gbs == old.disk.read_gbs
+    assert old.disk is not None and old.disk.pieced_gbs == old.disk.read_gbs
     assert old.disk.arranged_gbs == ARRANGED_GBS
     new = dataclasses.replace(old, disk=dataclasses.replace(old.disk, pieces_gbs=1.5, arrange_gbs=6.0))
-    assert new.disk is not None and new.disk.expert_gbs == 1.5 and new.disk.arranged_gbs == 6.0
+    assert new.disk is not None and new.disk.pieced_gbs == 1.5 and new.disk.arranged_gbs == 6.0
     for each in (old, new):
         assert parse_tiers(json.loads(render(each)), "f") == each
     assert "pieces_gbs" not in render(old) and "arrange_gbs" not in render(old)

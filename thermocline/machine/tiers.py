@@ -64,8 +64,8 @@ class DiskTier:
     arrange_gbs: float | None = None  # of each thread that checks and arranges rows beside it; the same
 
     @property
-    def expert_gbs(self) -> float:
-        """Return the speed of reading experts, in pieces."""
+    def pieced_gbs(self) -> float:
+        """Return the speed of reading experts and rows, in pieces."""
         return self.read_gbs if self.pieces_gbs is None else self.pieces_gbs
 
     @property

@@ -439,7 +439,7 @@ def experts_us(s: LayerSizes, v: Speeds, needed: F64) -> F64:
     disk = v.tiers.disk
     if disk is None:
         return np.zeros(len(needed))
-    us: F64 = needed * ((s.record_bytes + s.gate_row_bytes) / (disk.expert_gbs * 1e3))
+    us: F64 = needed * ((s.record_bytes + s.gate_row_bytes) / (disk.pieced_gbs * 1e3))
     return us
 
 

@@ -51,7 +51,7 @@ def waits_us(p: Problem, s: DenseSplit, layers: list[tuple[float, float]], head_
     """
     disk = p.tiers.disk
     assert disk is not None
-    speed = disk.read_gbs * 1e3  # bytes a us
+    speed = disk.pieced_gbs * 1e3  # bytes a us; half a record of 1 MiB is one read
     window = float(s.dense.buffers * s.dense.piece_bytes)
     there = waited = 0.0
     for _ in range(STEPS):

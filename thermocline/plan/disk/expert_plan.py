@@ -162,21 +162,26 @@ def requests(p: Problem, s: ExpertSplit, layer: int, work: Work) -> float:
     return work.routed * m.counts[layer]
 
 
-def wait_us(p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float) -> float:
+def wait_us(
+    p: Problem, s: ExpertSplit, layer: int, work: Work, ffn_us: float, attention_us: float = 0.0
+) -> float:
     """Return by how much a layer is expected to take longer: its reads run beside the experts that are there.
 
-    Some steps miss several and wait, where the mean of all would not. What has come is checked and arranged
-    by all threads: beside the disk, but for the last expert, whose pieces come together.
+    And beside the CPU's attention, where the router has spoken before it. Some steps miss several and wait, where the
+    mean of all would not. What has come is checked and arranged by all threads: beside the disk, but for the
+    last half of the buffers, whose pieces may come together.
     """
     disk, n = p.tiers.disk, max(1.0, requests(p, s, layer, work))
     assert disk is not None
-    each = s.mixture.records[layer].bytes / (disk.expert_gbs * 1e3)
+    each = s.mixture.records[layer].bytes / (disk.pieced_gbs * 1e3)
     latency = cost.IN_FLIGHT * 1e6 / disk.reads_per_s
     chances = miss_chances(p, s, layer, work)
     k = np.arange(1, len(chances))
     arrange = s.mixture.records[layer].bytes / (disk.arranged_gbs * 1e3 * p.tiers.cpu.threads)
-    beside = ffn_us * np.maximum(0.0, 1 - k / n)
-    longer = np.maximum((k - 1) * arrange, latency + k * each - beside) + arrange
+    last = arrange * min(1.0, s.mixture.depth // 2 * s.mixture.piece_bytes / s.mixture.records[layer].bytes)
+    before = attention_us if p.spec.router_input == "layer_input" else 0.0
+    beside = before + ffn_us * np.maximum(0.0, 1 - k / n)
+    longer = np.maximum(k * arrange - last, latency + k * each - beside) + last
     return float(chances[1:] @ longer)
 
 
@@ -189,7 +194,8 @@ def prediction(p: Problem, s: ExpertSplit, work: Work) -> Prediction:
         cpu, _ = cost.stored_times(layer, v, work, [NOTHING])
         cpu_us += cpu
         if i in s.slots:
-            disk_us += wait_us(p, s, i, work, cpu - cost.attention_us(layer, v))
+            attention = cost.attention_us(layer, v)
+            disk_us += wait_us(p, s, i, work, cpu - attention, attention)
     speed = work.batch * 1e6 / (cpu_us + disk_us)
     return Prediction(work.depth, work.batch, speed, 0.0, cpu_us, disk_us, 0.0)
 
