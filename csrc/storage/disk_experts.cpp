@@ -122,15 +122,23 @@ bool DiskExperts::next_early(const std::vector<int32_t>& likely, When when, size
                              unsigned buffer, ReadRequest* read) {
     std::vector<ExpertFiles::Early>& early = files.early;
     const auto begun = [&](int32_t expert) {
-        return std::any_of(early.begin(), early.end(),
-                           [&](const ExpertFiles::Early& e) { return e.of == this && e.expert == expert; });
+        return std::any_of(early.begin(), early.end(), [&](const ExpertFiles::Early& e) {
+            return e.of == this && e.expert == expert && e.piece == *piece;
+        });
     };
-    while (!*piece && *i < likely.size() && (in_memory(likely[*i]) || begun(likely[*i]))) ++*i;
+    while (*i < likely.size()) {
+        if (in_memory(likely[*i]))
+            *piece = 0, ++*i;
+        else if (!begun(likely[*i]))
+            break;
+        else if (++*piece == pieces.size())
+            *piece = 0, ++*i;
+    }
     if (*i == likely.size() || early.size() >= files.most_early()) return false;
     if (!*piece) guesses_[when].begun++, stats.early++;
     *read = request(size_t(likely[*i]), *piece, buffer);
     early.push_back(
-        {this, likely[*i], unsigned(when), read->file, buffer, read->offset, read->bytes, false, 0});
+        {this, likely[*i], *piece, unsigned(when), read->file, buffer, read->offset, read->bytes, false, 0});
     stats.reads++, stats.bytes += read->bytes;
     if (++*piece == pieces.size()) *piece = 0, ++*i;
     return true;

@@ -40,6 +40,7 @@ struct ExpertFiles {
     struct Early {
         const DiskExperts* of;
         int32_t expert;
+        size_t piece;
         unsigned when;  // DiskExperts::When
         unsigned file, buffer;
         uint64_t offset;

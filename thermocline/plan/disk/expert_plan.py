@@ -167,9 +167,9 @@ def wait_us(
 ) -> float:
     """Return by how much a layer is expected to take longer: its reads run beside the experts that are there.
 
-    And beside the CPU's attention, where the router has spoken before it. Some steps miss several and wait, where the
-    mean of all would not. What has come is checked and arranged by all threads: beside the disk, but for the
-    last half of the buffers, whose pieces may come together.
+    And beside the CPU's attention, where the router has spoken before it. Some steps miss several and wait,
+    where the mean of all would not. What has come is checked and arranged by all threads: beside the disk,
+    but for the last half of the buffers, whose pieces may come together.
     """
     disk, n = p.tiers.disk, max(1.0, requests(p, s, layer, work))
     assert disk is not None
