@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "round.h"
+
 #ifdef _WIN32
 #ifndef NOMINMAX
 #define NOMINMAX
@@ -58,8 +60,7 @@ bool forbid_page(uint8_t* page) {
 
 Pages map_pages(size_t bytes) {
     if (bytes > SIZE_MAX - 3 * kHuge) return {nullptr, nullptr, 0};
-    const size_t mapped =
-        (bytes + kHuge - 1) / kHuge * kHuge + kHuge;  // whole huge pages, wherever the mapping begins
+    const size_t mapped = whole(bytes, kHuge) + kHuge;  // whole huge pages, wherever the mapping begins
     void* p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return {nullptr, nullptr, 0};
     uint8_t* data = static_cast<uint8_t*>(p) + (kHuge - reinterpret_cast<uintptr_t>(p) % kHuge) % kHuge;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "model_ops.h"
+#include "round.h"
 
 namespace tc {
 
@@ -19,7 +20,6 @@ T* grown(Scratch<T>& v, size_t n) {
     return v.data();
 }
 
-inline size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 inline bool quantised(const Matrix& w) { return kFormats[w.format].quantised; }  // x is, then
 
 // The rows of a piece at least, a multiple of `unit`: the shares of all threads are 128 KiB. A piece begins

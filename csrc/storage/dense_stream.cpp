@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "round.h"
 #include "slots.h"
 #include "store.h"
 
@@ -15,8 +16,6 @@ namespace tc {
 constexpr size_t kRowsAtATime = kMostPanelRows;
 constexpr size_t kAround = 4096;  // a multiple of every alignment of reads
 constexpr uint64_t kParts = 2;    // of a record at most
-
-static size_t whole(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Where the bytes of a matrix begin in a record's buffer, or a little behind that: a read begins before them.
 static size_t part_at(const DenseStream::Layer& layer, DenseStream::Phase phase, size_t part) {

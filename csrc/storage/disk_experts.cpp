@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 
+#include "round.h"
 #include "store.h"
 
 namespace tc {
@@ -103,7 +104,7 @@ ReadRequest DiskExperts::request(size_t expert, size_t piece, unsigned buffer) c
     const uint64_t at = r.at + p.first * r.row_bytes(), begin = at / align * align,
                    end = at + p.n * r.row_bytes();
     return {begin,
-            uint32_t((end + align - 1) / align * align - begin),
+            uint32_t(whole(end, align) - begin),
             files.reader.buffer(buffer),
             buffer,
             r.file,

@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 
+#include "round.h"
 #include "store.h"
 
 namespace tc {
@@ -68,7 +69,7 @@ void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner,
     for (size_t i = 0, next; i < n; i = next) {
         const uint64_t begin = offset(wanted[i]) / align * align;
         for (next = i + 1; next < n && !halves; next++) {
-            const uint64_t end = (offset(wanted[next]) + stride + align - 1) / align * align;
+            const uint64_t end = whole(offset(wanted[next]) + stride, align);
             if (offset(wanted[next]) - offset(wanted[next - 1]) - stride > kMostGapBytes ||
                 end - begin > reader_.buffer_bytes())
                 break;
@@ -89,7 +90,7 @@ size_t Fetches::requests_of(Read& r, unsigned buffer, ReadRequest* out) const {
     uint64_t from = r.begin;  // where the part before ended: no byte is read twice
     r.requests = 0;
     for (unsigned i = 0; i < parts; i++) {
-        const uint64_t to = (first + (end - first) * (i + 1) / parts + align - 1) / align * align;
+        const uint64_t to = whole(first + (end - first) * (i + 1) / parts, align);
         if (to > from)
             out[r.requests++] = {from, uint32_t(to - from), reader_.buffer(buffer) + (from - r.begin),
                                  buffer};

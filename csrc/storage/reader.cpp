@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "round.h"
 #include "uring.h"
 
 namespace tc {
@@ -122,7 +123,7 @@ Reader::Reader(const std::vector<std::string>& paths, unsigned depth, size_t buf
                bool direct)
     : depth_(depth),
       buffer_bytes_(buffer_bytes),
-      buffer_stride_((buffer_bytes + kPage - 1) / kPage * kPage),
+      buffer_stride_(whole(buffer_bytes, kPage)),
       forks_(forks_so_far()) {
     for (const std::string& path : paths) files_.push_back({path, nullptr, {}});
     error_ = open(direct);

@@ -7,6 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include "round.h"
+
 namespace tc {
 namespace {
 
@@ -44,8 +46,8 @@ struct OpenFile {
         why = 0;
         if (alignment && !cached) {
             const uint64_t low = at / alignment * alignment;
-            const size_t lead = size_t(at - low), whole = (lead + n + alignment - 1) / alignment * alignment;
-            const size_t read = direct.read(buffer, whole, low, why);
+            const size_t lead = size_t(at - low), all = whole(lead + n, alignment);
+            const size_t read = direct.read(buffer, all, low, why);
             if (read >= lead + n) {
                 why = 0, got = n;
                 return buffer + lead;
