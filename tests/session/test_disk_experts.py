@@ -446,12 +446,12 @@ class Layers:
 
 @pytest.mark.parametrize("method", ["threads", "io_uring"])
 @pytest.mark.parametrize("disable", [0, _native.NO_CACHE, _native.NO_PIPELINE])
-@pytest.mark.parametrize("depth", [2, 3, DEPTH, 64])
+@pytest.mark.parametrize("depth", [2, DEPTH, 64])
 def test_no_guess_beside_the_layer_before_changes_a_bit_or_an_expert(
     tmp_path: Path, depth: int, disable: int, method: str
 ) -> None:
     """Guesses that are right, wrong, made twice, or for calls that never come or have many tokens."""
-    both = Layers.of(tmp_path, depth=depth, disable=disable, method=method)
+    both = Layers.of(tmp_path, neurons=256, depth=depth, disable=disable, method=method)
     memory = [in_memory(m) for m in both.models]
     plain = [on_disk(m, 2, disable=disable) for m in both.models]
     (first, second), others = both.disk, list(calls(256, seed=1))
