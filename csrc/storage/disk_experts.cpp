@@ -31,9 +31,13 @@ size_t ExpertFiles::early_under_way() const {
 }
 
 // Nobody is told of an error: this may never be asked for.
-void ExpertFiles::early_came(const ReadDone& done) {
-    for (Early& e : early)
-        if (e.buffer == done.tag) e.come = true, e.error = done.error;
+bool ExpertFiles::early_came(const ReadDone& done) {
+    const auto e =
+        std::find_if(early.begin(), early.end(), [&](const Early& x) { return x.buffer == done.tag; });
+    if (e == early.end()) return false;
+    e->come = true;
+    if (done.error) early.erase(e);
+    return done.error != 0;
 }
 
 void ExpertFiles::drop_early(const DiskExperts* but) {
@@ -139,7 +143,7 @@ bool DiskExperts::next_early(const std::vector<int32_t>& likely, When when, size
     if (!*piece) guesses_[when].begun++, stats.early++;
     *read = request(size_t(likely[*i]), *piece, buffer);
     early.push_back(
-        {this, likely[*i], *piece, unsigned(when), read->file, buffer, read->offset, read->bytes, false, 0});
+        {this, likely[*i], *piece, unsigned(when), read->file, buffer, read->offset, read->bytes, false});
     stats.reads++, stats.bytes += read->bytes;
     if (++*piece == pieces.size()) *piece = 0, ++*i;
     return true;
@@ -393,7 +397,6 @@ void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
                 reads_[buffer] = {next.task, next.piece};
                 rows_.stats.bytes += requests[n++].bytes;
             }
-            if (failed()) return;
             if (++next.piece == rows_.pieces.size()) queue_.pop_front();
         }
         rows_.stats.reads += n;
@@ -408,8 +411,10 @@ void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
         under_way_ -= n;
         if (own) return fail(EBUSY, &reads_[requests[0].tag]);
         next_ = nullptr;  // nobody needs it
-        for (size_t i = 0; i < n; i++) rows_.files.early_came({requests[i].tag, EBUSY});
-        return drop_early();
+        for (size_t i = 0; i < n; i++)
+            if (rows_.files.early_came({requests[i].tag, EBUSY}))
+                buffers_.push_back(unsigned(requests[i].tag));
+        return;
     }
 }
 
@@ -443,13 +448,9 @@ bool ExpertReads::find_early(const Pending& next, const ReadRequest& read) {
     if (e == early.end()) return false;
     const ExpertFiles::Early found = *e;
     early.erase(e);
-    reads_[found.buffer] = {next.task, next.piece};
+    reads_[found.buffer] = {next.task, next.piece, true};
     if (!next.piece) rows_.early_used(found.when);
-    if (!found.come) return true;
-    if (found.error)
-        fail(found.error, &reads_[found.buffer]);
-    else
-        arrived_.push_back(found.buffer);
+    if (found.come) arrived_.push_back(found.buffer);
     return true;
 }
 
@@ -459,6 +460,16 @@ void ExpertReads::drop_early() {
     for (const ExpertFiles::Early& e : rows_.files.early)
         if (e.come && e.of != next_) buffers_.push_back(e.buffer);
     rows_.files.drop_early(next_);
+}
+
+// Asks once more for what was read ahead and has failed: perhaps long before this call.
+bool ExpertReads::again(unsigned buffer) {
+    Read& r = reads_[buffer];
+    r.early = false;
+    const ReadRequest read = rows_.request(size_t(tasks_[r.task].expert), r.piece, buffer);
+    if (failed() || !reader_.submit(&read, 1)) return false;
+    rows_.stats.reads++, rows_.stats.bytes += read.bytes, under_way_++;
+    return true;
 }
 
 // Takes the reads that are done; with `wait`, sleeps for one, 100 ms at most.
@@ -483,12 +494,13 @@ void ExpertReads::accept(const ReadDone* done, size_t n) {
     under_way_ -= n;
     for (size_t i = 0; i < n; i++) {
         const unsigned buffer = unsigned(done[i].tag);
-        if (reads_[buffer].task == kNobody)
-            rows_.files.early_came(done[i]);
-        else if (done[i].error)
-            fail(done[i].error, &reads_[buffer]);
-        else
+        if (reads_[buffer].task == kNobody) {
+            if (rows_.files.early_came(done[i])) buffers_.push_back(buffer);
+        } else if (!done[i].error) {
             arrived_.push_back(buffer);
+        } else if (!reads_[buffer].early || !again(buffer)) {
+            fail(done[i].error, &reads_[buffer]);
+        }
     }
     drop_early();
     if (n > 1) changed_.notify_all();

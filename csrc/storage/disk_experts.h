@@ -46,14 +46,15 @@ struct ExpertFiles {
         uint64_t offset;
         uint32_t bytes;
         bool come;
-        int error;  // of ReadDone
     };
     std::vector<Early> early;
     unsigned most_early() const { return reader.depth() / 4 * 3; }  // the others are for a call's own
     // A virtual disk ends together what it found waiting together: what has come is put away meanwhile.
     unsigned most_under_way() const { return reader.depth() / 2; }
     size_t early_under_way() const;
-    void early_came(const ReadDone& done);    // if it was one of them
+    // If it was one of them. true: it has failed, and is forgotten with its buffer: who needs it reads it
+    // again.
+    bool early_came(const ReadDone& done);
     void drop_early(const DiskExperts* but);  // those that have come
 
     // A step begins whose calls read at most so many bytes: what they would read beyond is left out.
@@ -180,12 +181,14 @@ class ExpertReads {
     static constexpr size_t kNobody = SIZE_MAX;  // the task of a read that no task has asked for yet
     struct Read {
         size_t task = kNobody, piece = 0;
+        bool early = false;  // it was asked for before the call
     };
     struct Pending {
         size_t task, piece;
     };
     void request(size_t task);
     void submit(std::unique_lock<std::mutex>& held);
+    bool again(unsigned buffer);
     bool find_early(const Pending& next, const ReadRequest& read);
     void drop_early();
     size_t request_ahead(ReadRequest* requests, size_t most);

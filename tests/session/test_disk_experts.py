@@ -731,6 +731,14 @@ for how in (b"short", b"interrupted", b"busy", *each, b"eio_from 1", b"eio_from 
         assert name.startswith(sys.argv[2]) and "_exps.weight, expert " in name, name
     bad(b"none")
     assert run() == wanted, how
+for guesses in (1, 2):  # what was read ahead fails; then the disk is well again before the call
+    for n, h in enumerate(inputs):
+        bad(b"eio_from 1")
+        disk.guess(h)
+        bad(b"none")
+        for _ in range(guesses - 1):
+            disk.guess(h)
+        assert disk.run(h) == wanted[n], (guesses, n)
 assert disk.stats()["early"] > disk.stats()["early_used"] > 0
 assert layers.disk[1].stats()["early_used"] > 0
 print(errors)
