@@ -27,8 +27,9 @@ size_t Context::scratch_bytes() const {
     add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
         scales_, products_, open_, rings_, lower_, queries_, absorbed_, found_);
     add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
-    add(routed_.normed, routed_.logits, routed_.weights, routed_.kept, routed_.in, routed_.out, routed_.sum,
-        routed_.record, routed_.shares, routed_.shared, routed_.ahead, routed_.tokens, routed_.visits);
+    for (const RouterAnswer* each : {&routed_.own, &routed_.next}) add(each->normed, each->weights);
+    add(routed_.logits, routed_.kept, routed_.in, routed_.out, routed_.sum, routed_.record, routed_.shares,
+        routed_.shared, routed_.tokens, routed_.visits);
     return total;
 }
 

@@ -372,7 +372,10 @@ class Context {
     void gate_mixed(const MixerArgs& a, size_t t);
     void mix(const MixerArgs& a);
     FFNCounts moe_block(const MixtureArgs& a);
-    const float* shares(const MixtureArgs& a, const float** h);
+    struct RouterAnswer {
+        Scratch<float> normed, weights;
+    };
+    const float* shares(const MixtureArgs& a, const float** h, RouterAnswer& to);
     const float* affordable(const MixtureArgs& a, const float* weights);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
     struct Experts;
@@ -408,7 +411,8 @@ class Context {
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum
-        Scratch<float> normed, logits, weights, kept, in, out, sum, record, shares, shared, ahead;
+        RouterAnswer own, next;  // of the layer, and of the one behind it, which is guessed
+        Scratch<float> logits, kept, in, out, sum, record, shares, shared;
         Scratch<size_t> tokens;
         Scratch<Visit> visits;
     } routed_;

@@ -30,18 +30,19 @@ FFNCounts Context::moe_add(const MixtureArgs& a) {
     return total;
 }
 
-// Returns how much of each expert a token gets, [tokens, experts]; *h becomes the experts' common input.
-const float* Context::shares(const MixtureArgs& a, const float** h) {
+// Returns how much of each expert a token gets, [tokens, experts]; *h becomes the experts' common input. Both
+// may lie in `to`.
+const float* Context::shares(const MixtureArgs& a, const float** h, RouterAnswer& to) {
     const Mixture& m = a.mixture;
     const size_t experts = m.experts.size();
     *h = a.h;
     if (m.norm.weight) {
-        float* normed = grown(routed_.normed, a.tokens * a.dim);
+        float* normed = grown(to.normed, a.tokens * a.dim);
         norm(m.norm, a.h, a.tokens, a.dim, normed);
         *h = normed;
     }
     if (a.weights) return a.weights;
-    float* weights = grown(routed_.weights, a.tokens * experts);
+    float* weights = grown(to.weights, a.tokens * experts);
     routed(m, m.router_norm.weight ? a.h : *h, a.tokens, weights);
     return weights;
 }
@@ -126,7 +127,7 @@ static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted inter
 
 FFNCounts Context::moe_block(const MixtureArgs& a) {
     const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
-    const float *h, *weights = affordable(a, shares(a, &h));
+    const float *h, *weights = affordable(a, shares(a, &h, routed_.own));
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.used) std::copy_n(weights, a.tokens * experts, a.used);
@@ -177,38 +178,43 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const FFN& expert,
     return c;
 }
 
+// Whether a layer's experts may be guessed now. A bounded step does not guess: it would read more than it
+// may, or less than it could.
+static bool may_guess(const Mixture& m, size_t tokens, DiskExperts::When when) {
+    return tokens <= kFewTokens && !m.disk->disabled(DiskRows::NO_PIPELINE) && !m.disk->files.bounded() &&
+           m.disk->guesses_well(when);
+}
+
 // The experts that the router picks for what comes before attention: a guess, but where that is what it is
 // given. The likeliest come first: those with most weight.
-// A bounded step does not guess: it would read more than it may, or less than it could.
 void Context::read_experts_ahead(const MixtureArgs& a) {
-    DiskExperts& disk = *a.mixture.disk;
-    if (disk.files.bounded() || !disk.guesses_well(DiskExperts::BEFORE_MIXER)) return;
-    const float *h, *weights = shares(a, &h);
-    disk.read_ahead(heaviest_first(a, weights));
+    if (!may_guess(a.mixture, a.tokens, DiskExperts::BEFORE_MIXER)) return;
+    const float *h, *weights = shares(a, &h, routed_.own);
+    a.mixture.disk->read_ahead(heaviest_first(a, weights));
 }
 
 // What the next layer's router picks for what this layer's experts read: they and the next mixer add to that
 // yet. While this layer computes, the disk has nothing else to do.
 void Context::read_next_ahead(const MixtureArgs& a, ExpertReads& reads) {
     const Mixture* next = a.mixture.next;
-    if (!next || a.tokens > kFewTokens || next->disk->files.bounded()) return;
-    if (next->disk->disabled(DiskRows::NO_PIPELINE)) return;
-    if (!next->disk->guesses_well(DiskExperts::BEFORE_LAST_FFN)) return;
-    const size_t all = a.tokens * a.dim;
-    float *normed = grown(routed_.ahead, all + a.tokens * next->experts.size()), *weights = normed + all;
-    const bool as_they_are = a.weights || next->router_norm.weight || !next->norm.weight;
-    if (!as_they_are) norm(next->norm, a.h, a.tokens, a.dim, normed);
-    routed(*next, as_they_are ? a.h : normed, a.tokens, weights);
-    const MixtureArgs guess = {*next, nullptr, a.h, a.tokens, a.dim, a.sparsity, nullptr};
-    reads.read_ahead(*next->disk, heaviest_first(guess, weights));
+    if (!next || !may_guess(*next, a.tokens, DiskExperts::BEFORE_LAST_FFN)) return;
+    MixtureArgs guess = {*next, nullptr, a.h, a.tokens, a.dim, a.sparsity, nullptr};
+    const float* h;
+    if (a.weights) {  // routers read the stream, before their layers' norms
+        float* weights = grown(routed_.next.weights, a.tokens * next->experts.size());
+        routed(*next, a.h, a.tokens, weights);
+        guess.weights = weights;
+    } else {
+        guess.weights = shares(guess, &h, routed_.next);
+    }
+    reads.read_ahead(*next->disk, heaviest_first(guess, guess.weights));
 }
 
 void Context::read_ahead(const MixtureArgs& a) {
     const Mixture& m = a.mixture;
-    if (m.disk && a.tokens <= kFewTokens && !m.disk->disabled(DiskRows::NO_PIPELINE))
-        return read_experts_ahead(a);
+    if (m.disk) return read_experts_ahead(a);
     if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
-    const float *h, *weights = shares(a, &h);
+    const float *h, *weights = shares(a, &h, routed_.own);
     const std::shared_ptr<Fetches> reads =
         begin_reads(m.experts.data(), m.experts.size(), a.tokens, interrupted);
     early_ = m.experts[0]->disk->reader.early = reads;

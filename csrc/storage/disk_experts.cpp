@@ -40,6 +40,21 @@ bool ExpertFiles::early_came(const ReadDone& done) {
     return done.error != 0;
 }
 
+std::vector<ExpertFiles::Early>::iterator ExpertFiles::find_early(const DiskExperts& of, int32_t expert,
+                                                                  size_t piece) {
+    return std::find_if(early.begin(), early.end(), [&](const Early& e) {
+        return e.of == &of && e.expert == expert && e.piece == piece;
+    });
+}
+
+std::vector<unsigned> ExpertFiles::free_buffers() const {
+    std::vector<unsigned> buffers;
+    for (unsigned i = reader.depth(); i-- > 0;)
+        if (std::none_of(early.begin(), early.end(), [i](const Early& e) { return e.buffer == i; }))
+            buffers.push_back(i);
+    return buffers;
+}
+
 void ExpertFiles::drop_early(const DiskExperts* but) {
     const auto dropped = [but](const Early& e) { return e.come && e.of != but; };
     early.erase(std::remove_if(early.begin(), early.end(), dropped), early.end());
@@ -126,15 +141,10 @@ bool DiskExperts::guesses_well(When when) {
 bool DiskExperts::next_early(const std::vector<int32_t>& likely, When when, size_t* i, size_t* piece,
                              unsigned buffer, ReadRequest* read) {
     std::vector<ExpertFiles::Early>& early = files.early;
-    const auto begun = [&](int32_t expert) {
-        return std::any_of(early.begin(), early.end(), [&](const ExpertFiles::Early& e) {
-            return e.of == this && e.expert == expert && e.piece == *piece;
-        });
-    };
     while (*i < likely.size()) {
         if (in_memory(likely[*i]))
             *piece = 0, ++*i;
-        else if (!begun(likely[*i]))
+        else if (files.find_early(*this, likely[*i], *piece) == early.end())
             break;
         else if (++*piece == pieces.size())
             *piece = 0, ++*i;
@@ -142,8 +152,7 @@ bool DiskExperts::next_early(const std::vector<int32_t>& likely, When when, size
     if (*i == likely.size() || early.size() >= files.most_early()) return false;
     if (!*piece) guesses_[when].begun++, stats.early++;
     *read = request(size_t(likely[*i]), *piece, buffer);
-    early.push_back(
-        {this, likely[*i], *piece, unsigned(when), read->file, buffer, read->offset, read->bytes, false});
+    early.push_back({this, likely[*i], *piece, unsigned(when), buffer, false});
     stats.reads++, stats.bytes += read->bytes;
     if (++*piece == pieces.size()) *piece = 0, ++*i;
     return true;
@@ -160,14 +169,11 @@ void DiskExperts::read_ahead(const std::vector<int32_t>& likely) {
     if (std::any_of(early.begin(), early.end(), [this](const auto& e) { return e.of != this; })) return;
     std::vector<ReadRequest> reads;
     const size_t before = early.size();
-    std::vector<bool> taken(reader.depth());
-    for (const ExpertFiles::Early& e : early) taken[e.buffer] = true;
     size_t at = 0, piece = 0;
-    for (unsigned buffer = 0; buffer < reader.depth(); buffer++) {
+    for (std::vector<unsigned> buffers = files.free_buffers(); !buffers.empty(); buffers.pop_back()) {
         ReadRequest read;
-        if (taken[buffer]) continue;
         if (files.early_under_way() >= files.most_under_way()) break;
-        if (!next_early(likely, BEFORE_MIXER, &at, &piece, buffer, &read)) break;
+        if (!next_early(likely, BEFORE_MIXER, &at, &piece, buffers.back(), &read)) break;
         reads.push_back(read);
     }
     if (!reads.empty() && !reader.submit(reads.data(), reads.size()))
@@ -271,10 +277,7 @@ void ExpertReads::take_buffers() {
     std::vector<uint8_t>& scratch = rows_.files.scratch;
     scratch.resize(std::max(scratch.size(), threads_ * rows_.scratch_bytes));
     rows_.files.drop_early(&rows_);
-    const std::vector<ExpertFiles::Early>& early = rows_.files.early;
-    for (unsigned i = reader_.depth(); i-- > 0;)
-        if (std::none_of(early.begin(), early.end(), [i](const auto& e) { return e.buffer == i; }))
-            buffers_.push_back(i);
+    buffers_ = rows_.files.free_buffers();
     under_way_ = rows_.files.early_under_way();
     for (ReadDone done[64]; reader_.left_behind;) {
         reader_.left_behind -= reader_.take(done, 64, true);
@@ -391,10 +394,10 @@ void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
         while (n < 16 && under_way_ + n < most && !queue_.empty() && !buffers_.empty()) {
             Pending& next = queue_.front();
             const unsigned buffer = buffers_.back();
-            requests[n] = rows_.request(size_t(tasks_[next.task].expert), next.piece, buffer);
-            if (!find_early(next, requests[n])) {
+            if (!find_early(next)) {
                 buffers_.pop_back();
                 reads_[buffer] = {next.task, next.piece};
+                requests[n] = rows_.request(size_t(tasks_[next.task].expert), next.piece, buffer);
                 rows_.stats.bytes += requests[n++].bytes;
             }
             if (++next.piece == rows_.pieces.size()) queue_.pop_front();
@@ -440,11 +443,9 @@ void ExpertReads::read_ahead(DiskExperts& next, std::vector<int32_t> likely) {
 }
 
 // Whether a piece was read ahead. Then it has arrived, or is under way as if it were asked for now.
-bool ExpertReads::find_early(const Pending& next, const ReadRequest& read) {
+bool ExpertReads::find_early(const Pending& next) {
     std::vector<ExpertFiles::Early>& early = rows_.files.early;
-    const auto e = std::find_if(early.begin(), early.end(), [&](const auto& x) {
-        return x.offset == read.offset && x.bytes == read.bytes && x.file == read.file;
-    });
+    const auto e = rows_.files.find_early(rows_, tasks_[next.task].expert, next.piece);
     if (e == early.end()) return false;
     const ExpertFiles::Early found = *e;
     early.erase(e);

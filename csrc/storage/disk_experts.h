@@ -42,9 +42,7 @@ struct ExpertFiles {
         int32_t expert;
         size_t piece;
         unsigned when;  // DiskExperts::When
-        unsigned file, buffer;
-        uint64_t offset;
-        uint32_t bytes;
+        unsigned buffer;
         bool come;
     };
     std::vector<Early> early;
@@ -52,6 +50,8 @@ struct ExpertFiles {
     // A virtual disk ends together what it found waiting together: what has come is put away meanwhile.
     unsigned most_under_way() const { return reader.depth() / 2; }
     size_t early_under_way() const;
+    std::vector<Early>::iterator find_early(const DiskExperts& of, int32_t expert, size_t piece);
+    std::vector<unsigned> free_buffers() const;  // without what was read ahead
     // If it was one of them. true: it has failed, and is forgotten with its buffer: who needs it reads it
     // again.
     bool early_came(const ReadDone& done);
@@ -189,7 +189,7 @@ class ExpertReads {
     void request(size_t task);
     void submit(std::unique_lock<std::mutex>& held);
     bool again(unsigned buffer);
-    bool find_early(const Pending& next, const ReadRequest& read);
+    bool find_early(const Pending& next);
     void drop_early();
     size_t request_ahead(ReadRequest* requests, size_t most);
     void look(bool wait, std::unique_lock<std::mutex>& held);
