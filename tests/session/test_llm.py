@@ -23,10 +23,10 @@ from thermocline.llm import LLM
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.interface import F32
-from thermocline.plan.memory import GIB, Needs, context_for, fit
+from thermocline.plan.memory import GIB, HERE_BYTES, Needs, context_for, fit
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions, Keywords, ModelOptions
-from thermocline.session.session import Session
+from thermocline.session.session import Session, budget_for
 
 # ---- memory, said before it is taken
 
@@ -232,6 +232,17 @@ def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights must not be read for a request that is refused")
 
     monkeypatch.setattr(weights, "load", load)
+
+
+def test_what_this_process_holds_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python, and not the weights of other sessions."""
+    from thermocline.machine import hardware
+
+    monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 30)
+    for own, counted in ((0, 0), (20 << 20, 20 << 20), (500 << 20, HERE_BYTES)):
+        monkeypatch.setattr(hardware, "own_bytes", lambda own=own: own)
+        assert budget_for(None) == ((1 << 30) + counted, "free")
+        assert budget_for(1.0) == (1 << 30, "allowed")
 
 
 def test_too_little_memory_is_said_before_loading(

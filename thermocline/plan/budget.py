@@ -33,7 +33,7 @@ from thermocline.plan.disk.disk_split import (
 )
 from thermocline.plan.disk.expert_hits import OwnRouting, own_routing
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, placed, split_of
-from thermocline.plan.memory import RUNTIME_BYTES as RUNTIME_BYTES
+from thermocline.plan.memory import HERE_BYTES as HERE_BYTES
 from thermocline.plan.memory import Needs as Needs
 from thermocline.plan.memory import chats_for, context_for, contexts_for, fit, others_of, reads_from_disk
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement

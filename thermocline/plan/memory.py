@@ -26,6 +26,7 @@ LEAST_CONTEXT = 512  # no default context is shorter
 CACHE_SHARE = 8  # keys and values beside weights on disk take that part of the budget, unless asked for more
 KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
 RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the tokenizer's process
+HERE_BYTES = 34 << 20  # of these, this process's
 TOKEN_BYTES = 1024
 MIXER_CHANNELS = 128  # of a convolution that the core works on at a time; more where a key has more elements
 

@@ -15,7 +15,7 @@ from thermocline.pack.checksums import open_checksums, verify_once
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import (
-    RUNTIME_BYTES,
+    HERE_BYTES,
     Decision,
     Needs,
     all_in_ram,
@@ -387,11 +387,12 @@ def needs_of(options: EngineOptions, beside: int = 0) -> Needs:
 def budget_for(ram: float | None) -> tuple[int | None, str]:
     """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed").
 
-    A session's needs have Python and what else it runs in, which this process has taken already.
+    A session's needs have Python and what else it runs in, which this process has taken already. Of other
+    sessions' weights nothing is free.
     """
     free = hardware.available_bytes()
     if free is not None:
-        free += min(hardware.own_bytes(), RUNTIME_BYTES)
+        free += min(hardware.own_bytes(), HERE_BYTES)
     allowed = None if ram is None else int(ram * 2**30)
     return (
         min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
