@@ -574,6 +574,20 @@ def test_a_disk_is_measured_where_memory_is_too_small(
     assert not any("without a disk" in note for note in told["notes"])
 
 
+@pytest.mark.parametrize("args", [("llama-2-7b", "2.5"), ("qwen3-30b-a3b", "8")])
+def test_what_the_disk_brings_is_arranged_as_fast_as_was_measured(
+    args: tuple[str, str], tmp_path: Path, thermocline: Run
+) -> None:
+    assert HIGH.disk is not None
+    file, speeds = tmp_path / "hw.json", []
+    for gbs in (0.05, 5.0):
+        disk = dataclasses.replace(HIGH.disk, arrange_gbs=gbs)
+        file.write_text(render(dataclasses.replace(HIGH, gpu=None, disk=disk)))
+        ran = thermocline("plan", args[0], "--format", "q4_0", "--ram", args[1], "--hardware", file, "--json")
+        speeds.append(json.loads(ran.out)["predicted"][0]["tokens_per_s"])
+    assert 2 * speeds[0] < speeds[1]
+
+
 def test_a_disk_whose_speed_varies_is_noted(thermocline: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from thermocline.machine import disk_speed
 
