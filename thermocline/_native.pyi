@@ -22,6 +22,12 @@ def isa() -> str:
 def isa_levels() -> list[str]:
     """Instruction sets this CPU supports, best first."""
 
+def group_ahead(bytes: int | None = None) -> int:
+    """Return how many bytes ahead of its use a group of rows is asked for; 0: it is left to the processor.
+
+    `bytes`: sets it, to measure.
+    """
+
 def cpu_features() -> dict[str, bool]: ...
 def read_bandwidth(nbytes: int, threads: int, seconds: float) -> float:
     """GB/s of reading memory: the roof."""

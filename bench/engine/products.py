@@ -1,8 +1,10 @@
 """How fast one thread multiplies a matrix with tokens, in TOP/s (2 operations for each weight and token).
 
     python bench/engine/products.py [--format q4_0 q4_k q6_k] [--tokens 8 64 512] [--isa amx avx512]
+    python bench/engine/products.py --tokens 1 --rows 65536 --ahead 0 8192
 
-Instruction sets take turns, in one process. The thread's processor time counts, the least of all rounds: a
+--ahead: bytes ahead of its use that a group of rows is asked for, as far as memory is what is measured.
+Instruction sets and distances take turns, in one process. The thread's processor time counts, the least of all rounds: a
 neighbour that takes the processor away does not show, one that takes its caches does.
 """
 
@@ -20,25 +22,30 @@ from thermocline.model import quant
 from thermocline.ops.cpu import CpuOps
 
 
-def measure(fmt: str, tokens: int, isas: list[str], rounds: int, cols: int, rows: int) -> dict[str, float]:
-    """Return TOP/s of each instruction set. Rows lie in groups where it multiplies them faster so."""
+def measure(
+    fmt: str, tokens: int, isas: list[str], ahead: list[int], rounds: int, cols: int, rows: int
+) -> dict[str, float]:
+    """Return TOP/s of each instruction set and distance. Rows lie in groups where that is faster."""
     row = quant.row_bytes(fmt, cols)
     arena = weights_of_any_format(rows * row)
     x = np.random.default_rng(0).standard_normal((tokens, cols)).astype(np.float32)
     out = np.empty((tokens, rows), np.float32)
-    jobs, least = {}, dict.fromkeys(isas, float("inf"))
+    jobs = {}
     for isa in isas:
         native = CpuOps(1, isa).native
         matrix = _native.Matrix(arena, 0, quant.FORMATS[fmt].id, rows, cols, row)
         if native.interleaves(matrix):
             matrix = _native.Matrix(arena, 0, quant.FORMATS[fmt].id, rows, cols, row, native.group)
-        jobs[isa] = native, matrix
+        for distance in ahead:
+            jobs[f"{isa}, {distance} ahead" if len(ahead) > 1 else isa] = native, matrix, distance
+    least = dict.fromkeys(jobs, float("inf"))
     for _ in range(rounds):
-        for isa, (native, matrix) in jobs.items():
+        for name, (native, matrix, distance) in jobs.items():
+            _native.group_ahead(distance)
             begin = time.process_time()
             native.matmul(matrix, x, None, out, False)
-            least[isa] = min(least[isa], time.process_time() - begin)
-    return {isa: 2e-12 * tokens * cols * rows / s for isa, s in least.items()}
+            least[name] = min(least[name], time.process_time() - begin)
+    return {name: 2e-12 * tokens * cols * rows / s for name, s in least.items()}
 
 
 def main() -> None:
@@ -46,6 +53,7 @@ def main() -> None:
     parser.add_argument("--format", nargs="+", default=["q4_0", "q4_k", "q6_k"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8, 64, 512])
     parser.add_argument("--isa", nargs="+", default=_native.isa_levels()[:2])
+    parser.add_argument("--ahead", nargs="+", type=int, default=[_native.group_ahead()])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cols", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4096)
@@ -53,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     for fmt in args.format:
         for tokens in args.tokens:
-            found = measure(fmt, tokens, args.isa, args.rounds, args.cols, args.rows)
+            found = measure(fmt, tokens, args.isa, args.ahead, args.rounds, args.cols, args.rows)
             if args.json:
                 print(json.dumps({"format": fmt, "tokens": tokens, "tops": found}), flush=True)
             else:

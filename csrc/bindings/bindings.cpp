@@ -743,6 +743,15 @@ NB_MODULE(_native, m) {
             return levels;
         },
         "Instruction sets this CPU supports, best first.");
+    m.def(
+        "group_ahead",
+        [](std::optional<size_t> bytes) {
+            const size_t now = tc::group_ahead.load();
+            if (bytes) tc::group_ahead.store(*bytes);
+            return now;
+        },
+        "bytes"_a.none() = nb::none(),
+        "How many bytes ahead of its use a group of rows is asked for; `bytes` sets it, to measure.");
     m.def("cpu_features", &cpu_features);
     m.def(
         "read_bandwidth", [](size_t b, int t, double s) { return read_bandwidth(b, t, s) / 1e9; }, "nbytes"_a,

@@ -1,7 +1,7 @@
 // Rows that lie in groups of 2 * W, side by side: a vector of memory holds one unit (a dword of numbers, a
 // byte or an f16 of scales) of each of W rows. No vector has to be summed up across, what is done for a scale
 // is done for W rows at once, and a group is read from its first byte to its last (arrange.h): the stream
-// that processors prefetch by themselves. Included by gemm.inl.
+// that most processors prefetch by themselves (`group_ahead`). Included by gemm.inl.
 //
 // Every element of the result is added up in the order of the row kernels: the same bits.
 
@@ -142,7 +142,8 @@ struct BlockSums {
 template <class F, int NT>
 static void group_dot(const uint8_t* group, const uint8_t* input, size_t stride, size_t cols, vf (*out)[NT]) {
     constexpr int G = 2;
-    const size_t blocks = cols / 32;
+    const size_t blocks = cols / 32, ahead = group_ahead.load(std::memory_order_relaxed);
+    constexpr size_t block_bytes = 32 * F::block_bytes * kGroupRows / F::block;
     vf lane[16][G][NT];
     for (int l = 0; l < 16; l++)
         for (int g = 0; g < G; g++)
@@ -152,6 +153,7 @@ static void group_dot(const uint8_t* group, const uint8_t* input, size_t stride,
         const XChunk* x = (const XChunk*)input + b / 16;
         const Slab<F> slab(group, b, some);
         for (size_t j = 0; j < some; j++) {
+            if (ahead) prefetch_near_span(group + block_bytes * (b + j) + ahead, block_bytes);
             BlockSums<F, NT> sums;
             sums.first = x, sums.stride = stride, sums.at = b % 16 + j;
             sums.add_up(slab.planes, j);

@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <atomic>
+
 #include "arrange.h"
 
 namespace tc {
@@ -237,6 +239,10 @@ struct Kernels {
 
 // `accumulate` unpacks tiles of this size: 8 KiB of f32.
 constexpr size_t kTileRows = 16, kTileColumns = 128;
+
+// How many bytes ahead of its use a group of rows is asked for; 0: it is left to the processor. Begins with
+// what is best for this one.
+extern std::atomic<size_t> group_ahead;
 
 // What this CPU supports; THERMOCLINE_ISA can only lower the choice.
 const Kernels* chosen_kernels();                // null if THERMOCLINE_ISA names no level

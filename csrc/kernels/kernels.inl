@@ -30,6 +30,10 @@ static inline void prefetch_span(const uint8_t* p, size_t n) {
 static inline void prefetch_on(const uint8_t* p, size_t n) {
     for (size_t k = (0 - (size_t)p) % 64; k < n; k += 64) prefetch(p + k);
 }
+// n bytes into the first level, of what is read next.
+static inline void prefetch_near_span(const uint8_t* p, size_t n) {
+    for (size_t k = 0; k < n; k += 64) prefetch_near(p + k);
+}
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 static inline size_t sign_bytes(size_t cols) { return row_bytes(SIGNS, cols); }
 

@@ -69,6 +69,7 @@ static inline float vmaximum(vf a) {
 }
 
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+static inline void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 // ---- int32 vectors and quantised weights
 using vi = __m256i;

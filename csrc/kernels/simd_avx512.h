@@ -62,6 +62,7 @@ INLINE float vsum(vf a) {
 INLINE float vmaximum(vf a) { return _mm512_reduce_max_ps(a); }
 
 INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+INLINE void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 // ---- int32 vectors and quantised weights
 using vi = __m512i;

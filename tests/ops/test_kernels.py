@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -830,6 +830,27 @@ def test_interleaved_rows_give_the_bits_of_rows_in_turn(isa: str, format: str) -
             out = before[:tokens].copy()
             cpu(isa, threads).matmul_add(out, matrix, x[:tokens], bias)
             assert same_bits(out, added[:tokens]), of
+
+
+@pytest.fixture
+def restored_ahead() -> Iterator[None]:
+    before = _native.group_ahead()
+    yield
+    _native.group_ahead(before)
+
+
+@pytest.mark.usefixtures("restored_ahead")
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa not in ("scalar", "neon")])
+def test_how_far_ahead_groups_are_asked_for_changes_no_bit(isa: str) -> None:
+    """Also beyond the end of memory, where the last group lies."""
+    for format in ("q4_0", "q6_k"):
+        planar, matrix = interleaved(isa, format, normal(1, 96, 512))
+        x = normal(2, 3, 512)
+        y = cpu(isa).matmul(planar, x, None)
+        for bytes in (0, 64, 8192, 1 << 30):
+            _native.group_ahead(bytes)
+            assert _native.group_ahead() == bytes
+            assert same_bits(cpu(isa).matmul(matrix, x, None), y), bytes
 
 
 def test_what_cannot_be_interleaved_is_refused() -> None:
