@@ -20,7 +20,7 @@ from thermocline.model.tensors import ALIGN, TensorSpec
 I64 = NDArray[np.int64]
 ATTENTION_ROLES = ("attention", "mixer", "norm", "router", "shared", "inputs")  # what every token reads
 LOOKUP_BYTES = 64 << 10  # read for a row of a table on disk: a pack's block
-MATTERS = 0.02  # of the weights: less in a format costs too little time to be worth measuring it
+MATTERS = 0.02  # of a token's weights: less in a format costs too little time to be worth measuring it
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class LayerSizes:
     # Part of `attention`: the router is in RAM, and on a GPU that has attention or neurons.
     router_bytes: int = 0
     biases: tuple[int, ...] = ()  # bytes of each tensor of experts' biases, which RAM has of all experts
+    routed: float = 1.0  # of its neurons, those of the experts that a token goes to
 
     def gate_bytes(self, neurons: I64) -> I64:
         return _slices(self.gate.tensors, neurons, self.neurons)
@@ -130,11 +131,15 @@ class ModelSizes:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Return the formats whose speed matters: `format`, and all others of some share of the weights."""
+        """Return the formats whose speed matters: `format`, and those of some share of a token's weights.
+
+        Of experts those count that a token goes to. Of all of SmallThinker's weights the head, in another
+        format, is a fiftieth; of those that a token meets, a fifth.
+        """
         of_layers = (
             r
             for x in self.layers
-            for r in (*x.attention.reads, *(replace(r, weights=r.weights * x.neurons)
+            for r in (*x.attention.reads, *(replace(r, weights=r.weights * x.neurons * x.routed)
                                             for r in (*x.gate.reads, *x.bundle.reads)))
         )  # fmt: skip
         found = joined((*of_layers, *self.head.reads, *self.tied.reads))
@@ -202,7 +207,7 @@ def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes
     attention = predictor = router = PartSize()
     gate: list[TensorSpec] = []
     bundle: list[TensorSpec] = []
-    experts, _, width = spec.ffn(i)
+    experts, active, width = spec.ffn(i)
     neurons = experts * width
     for name, t in own.items():
         if name.endswith((".order", ".activation_count")):
@@ -218,7 +223,8 @@ def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes
             bundle.append(t)
     rows = _rows(gate, neurons), _rows(bundle, neurons)
     biases = (t.bytes for t in (*gate, *bundle) if t.vector and experts > 1 and not spec.sparse)
-    return LayerSizes(attention, predictor, neurons, *rows, router.bytes, tuple(biases))
+    routed = active / experts if experts > 1 else 1.0
+    return LayerSizes(attention, predictor, neurons, *rows, router.bytes, tuple(biases), routed)
 
 
 def _part(t: TensorSpec) -> PartSize:
