@@ -32,6 +32,7 @@ from thermocline.pack.activity_profile import Profile
 from thermocline.pack.pack import Pack
 from thermocline.plan import cost, hotness, planner
 from thermocline.plan import subject as subjects
+from thermocline.plan.further_gpus import among
 from thermocline.plan.hotness import Curve, Hotness
 from thermocline.plan.memory import GIB, Needs, fit
 from thermocline.plan.place import larger
@@ -74,6 +75,15 @@ def test_sizes_add_up_to_the_packs_file(shape: str, format: str) -> None:
     spec = read_shape(shape)[1]
     tensor_specs = expected_tensors(spec, format)
     assert sizes_of(spec, tensor_specs, format).weights_bytes == place(tensor_specs)[1]
+
+
+def test_a_heads_format_is_measured_where_a_token_meets_few_of_the_other_weights() -> None:
+    """Of SmallThinker's weights the head is a fiftieth; of a token's, a tenth."""
+    for shape, wanted in (("smallthinker-21b", ("q4_0", "q6_k")), ("llama-2-70b", ("q4_0",))):
+        spec = read_shape(shape)[1]
+        held = {n: t for n, t in expected_tensors(spec, "q4_0").items() if not t.optional}
+        held["head.weight"] = dataclasses.replace(held["head.weight"], format="q6_k")
+        assert sizes_of(spec, held, "q4_0").formats == wanted
 
 
 def test_a_real_pack_is_planned_with_its_own_bytes(tiny_pack: Path) -> None:
@@ -650,10 +660,69 @@ def test_a_second_gpu_makes_tokens_faster_and_has_a_column(thermocline: Run) -> 
         assert re.search(words, ran.out, re.MULTILINE), (words, ran.out)
 
 
+LLAMA_70B = ("plan", "llama-2-70b", "--format", "q4_0", *KNOWN, "--ctx", "4096", "--json")
+
+
+def on_gpus_of(told: Any) -> Any:
+    """Return the neurons of each layer on each of two GPUs [layers, 2]."""
+    return np.array([g["neurons"] for g in told["gpus"]]).T
+
+
+def test_a_second_gpu_takes_whole_ffns_of_a_dense_model(thermocline: Run) -> None:
+    """Each costs a hand-over, which one GPU with all of it would not pay."""
+    one, two = (json.loads(thermocline(*LLAMA_70B, "--vram", v).out) for v in ("24", "24,24"))
+    there = on_gpus_of(two)
+    assert set(map(tuple, there.tolist())) == {(28672, 0), (0, 28672)}
+    assert two["bytes"]["ram"].keys().isdisjoint(["attention", "up and down rows"])
+    speeds = [x["predicted"][0]["tokens_per_s"] for x in (one, two)]
+    assert speeds[1] > 3 * speeds[0]
+    assert HIGH.gpu is not None
+    sent_us = HIGH.gpu.sync_us + 2 * 4 * 8192 / (HIGH.gpu.link_gbs * 1e3)
+    handed = int(np.count_nonzero(there[:, 1])) + 1  # the stream comes to the first GPU once
+    assert two["predicted"][0]["sync_us"] == pytest.approx(handed * sent_us)
+
+
+def test_the_first_gpu_attends_before_it_takes_ffns_that_a_second_has_room_for(thermocline: Run) -> None:
+    """A solver that knows the first alone would leave some attention to the CPU."""
+    told = json.loads(thermocline(*LLAMA_70B, "--vram", "12,36").out)
+    alone = json.loads(thermocline(*LLAMA_70B, "--vram", "12").out)
+    assert "attention" in alone["bytes"]["ram"] and "attention" not in told["bytes"]["ram"]
+    assert np.all(on_gpus_of(told).sum(axis=1) == 28672)
+
+
+@pytest.mark.parametrize("ram", ["2", "8"])
+def test_what_only_several_gpus_have_room_for_needs_neither_ram_nor_disk(ram: str, thermocline: Run) -> None:
+    told = json.loads(thermocline(*LLAMA_70B, "--vram", "24,24", "--ram", ram).out)
+    assert not any(told["bytes"]["disk"]) and np.all(on_gpus_of(told).sum(axis=1) == 28672)
+    assert not any("predicted only" in note for note in told["notes"])
+    alone = thermocline(*LLAMA_70B, "--vram", "24", "--ram", ram)
+    said = alone.err if alone.code else json.loads(alone.out)["notes"][-1]
+    assert ("the model needs" if ram == "2" else "predicted only") in said
+
+
+def test_ram_that_is_too_small_beside_several_gpus_is_refused_with_what_is_needed() -> None:
+    spec, sizes = model("llama-2-70b")
+    heat = hotness.assumed(spec.n_layers, spec.ffn_dim, 1, 1)
+
+    def asked(ram: int, *further: int) -> Plan:
+        ask = Ask(4096, vram_bytes=12 * GIB, ram_bytes=ram, sparsity="off")
+        return among(Problem(spec, sizes, heat, NO_DISK, ask, 1 + len(further)), further)
+
+    with pytest.raises(OutOfBudget, match=r"beside 12\.00, 8\.00 GiB of VRAM, 8\.00 GiB is allowed") as e:
+        asked(8 * GIB, 8 * GIB)
+    found = re.search(r"--ram ([\d.]+)$", str(e.value))
+    assert found is not None
+    need = int(float(found[1]) * GIB)
+    made = asked(need, 8 * GIB)
+    assert 0.99 * need < made.used("ram") <= need and made.budget.ram_bytes == need
+    with pytest.raises(OutOfBudget, match=r"beside 12\.00, 7\.00 GiB"):
+        asked(need, 7 * GIB)
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("llama-2-7b", "--vram", "4,4"), "here FFNs stay whole"),
+        (("llama-2-7b", "--vram", "8,4"), "the others have all neurons"),
         (("qwen3-30b-a3b", "--vram", "24,4"), "the others have all neurons"),
         (("qwen3-30b-a3b", "--vram", "8,0.4"), "0.40 GiB are too small"),
     ],

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_disk_tier import small_buffers, wide_pack
+from test_disk_tier import hf_directory, small_buffers, wide_pack
 
 from thermocline import LLM, SamplingParams
-from thermocline.errors import UsageError
+from thermocline.cli import main
+from thermocline.errors import OutOfBudget, UsageError
 from thermocline.machine import disk_speed, this_machine
 from thermocline.machine.tiers import Tiers, read_tiers, render
 from thermocline.plan import problem
@@ -130,6 +131,29 @@ def test_a_second_gpu_takes_the_hottest_neurons_that_the_first_has_no_room_for(
     assert sum(x.on_gpus for x in two[1].layers) > sum(x.on_gpus for x in one[1].layers)
     assert two[1].used("cpu") < one[1].used("cpu")
     assert all(two[1].used(name) <= how["vram"] * GIB for name in two[1].devices)
+
+
+@ORACLE
+def test_a_second_gpu_takes_ffns_that_neither_the_first_nor_ram_has_room_for(
+    tmp_path: Path, machine: Tiers
+) -> None:
+    """Of a model without ReLU, whose rows no session leaves on disk beside a GPU; the answer is the CPU's."""
+    source, pack = hf_directory(tmp_path / "hf"), tmp_path / "pack"
+    config = json.loads((source / "config.json").read_text()) | {"hidden_act": "silu"}
+    (source / "config.json").write_text(json.dumps(config))
+    assert main.main(["pack", str(source), "-o", str(pack), "--format", "f32", "-q"]) == 0
+    want, _ = said(pack)
+    with LLM(pack, **OPEN, gpu="stand-in", vram=2.0, lazy=True) as llm:
+        there, here = (llm.session.placement.bytes[name] for name in ("gpu:0", "cpu"))
+    one = there["neurons"] // len(llm.session.placement.layers)
+    vram = (sum(there.values()) - one) / GIB
+    how: dict[str, Any] = {"ram": (sum(here.values()) + one // 2) / GIB}
+    with pytest.raises(OutOfBudget):
+        said(pack, gpu="stand-in", vram=vram, **how)
+    got, placement = said(pack, gpu="stand-in,stand-in", vram=vram, **how)
+    assert got == want
+    assert sorted(r.device for x in placement.layers for r in x.ranges) == ["gpu:0", "gpu:1"]
+    assert {x.attention for x in placement.layers} == {"gpu:0"} and not placement.from_disk
 
 
 def test_several_gpus_are_named_once_each_by_number(wide_pack: Path) -> None:

@@ -1,7 +1,7 @@
 """GPUs beside the first: each takes the hottest neurons that are left in RAM, while that saves time.
 
-Of a mixture that skips no neuron it takes whole experts. Attention, keys and values, predictors and the head
-stay where the solver put them.
+Of a mixture that skips no neuron it takes whole experts, of other models that skip none whole FFNs.
+Attention, keys and values, predictors and the head stay where the solver put them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,62 @@ from thermocline.ops.device_sizes import side_device_bytes
 from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork
-from thermocline.plan.memory import GIB
+from thermocline.plan.memory import GIB, gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, gpu
-from thermocline.plan.planner import LayerPlan, Plan, gpu_share, predictions, solved, whole_experts
+from thermocline.plan.planner import (
+    PREDICTED_ONLY,
+    LayerPlan,
+    Plan,
+    attending,
+    gpu_share,
+    hands_over_us,
+    predictions,
+    solved,
+    whole_experts,
+)
 from thermocline.plan.problem import GPU_RUNTIME_BYTES, Problem, divides
+from thermocline.plan.solver import Budget
 
 STEP = 32  # neurons of each expert that are moved at a time, where experts are divided
+
+
+def among(p: Problem, free: Sequence[int]) -> Plan:
+    """Return the fastest plan for GPUs of which those beside the first have so many bytes free.
+
+    Where FFNs cannot be divided, the first GPU has what makes a token fastest there, or all attention before
+    any of them: further GPUs take FFNs alone. RAM may have room for less than the solver leaves there.
+    Raises OutOfBudget.
+    """
+    if not any(divides(p.spec, i) == "all" for i in range(p.spec.n_layers)):
+        return with_further(p, solved(p), free)
+    budget = Budget(p.vram, p.ram)
+    found, refused = list[Plan](), None
+    for more in (0, 1 << 50):
+        larger = replace(p, ask=replace(p.ask, ram_bytes=p.ram + more))
+        for way in (solved, attending) if p.ask.objective == "time" else (solved,):
+            try:
+                made = with_further(larger, way(larger), free)
+            except OutOfBudget as e:
+                refused = refused or e
+                continue
+            if (need := made.used("ram")) <= p.ram:
+                found.append(replace(made, budget=budget))
+            else:
+                refused = OutOfBudget(_refusal(p, free, need))
+        if any(not x.placement.from_disk for x in found):
+            break
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda x: (x.placement.from_disk, -x.tokens_per_s))
+
+
+def _refusal(p: Problem, free: Sequence[int], need: int) -> str:
+    there = ", ".join(f"{n / GIB:.2f}" for n in (p.vram, *free))
+    return (
+        f"the model needs {size_up(need)} of RAM beside {there} GiB of VRAM, {size_down(p.ram)} is allowed; "
+        f"a change that fits: --ram {gib_up(need)}"
+    )
 
 
 def with_further(p: Problem, made: Plan, free: Sequence[int]) -> Plan:
@@ -43,13 +93,15 @@ def with_further(p: Problem, made: Plan, free: Sequence[int]) -> Plan:
         else:
             idle.append(f"{gpu(index)} is not used: {_why_idle(p, made, room, nbytes)}")
     made = made if made is first else _described(p, made)
+    if not made.placement.from_disk:
+        made = replace(made, notes=tuple(n for n in made.notes if not n.startswith(PREDICTED_ONLY)))
     return replace(made, notes=(*made.notes, *idle))
 
 
 def _why_idle(p: Problem, made: Plan, room: int, nbytes: int) -> str:
     """Return why a further GPU takes nothing."""
-    if not any(divides(p.spec, i) in ("any", "experts") for i in range(p.spec.n_layers)):
-        return "a further one takes neurons of ReLU models and experts of mixtures, and here FFNs stay whole"
+    if all(divides(p.spec, i) == "none" for i in range(p.spec.n_layers)):
+        return "a norm sees all of a token's activations, so the experts stay in RAM"
     if not any(x.gpu < s.neurons for x, s in zip(made.layers, p.sizes.layers, strict=True)):
         return "the others have all neurons"
     if not any(_step(p, i, x) for i, x in enumerate(made.layers)):
@@ -78,7 +130,8 @@ def _step(p: Problem, layer: int, x: LayerPlan) -> int:
     experts, _, width = p.spec.ffn(layer)
     if experts > 1 and x.attention != "gpu" and not x.gpu:
         return 0  # the first GPU does not ask its router
-    return {"any": STEP * experts, "experts": width}.get(divides(p.spec, layer), 0)
+    whole = 0 if x.gpu else width
+    return {"any": STEP * experts, "experts": width, "all": whole}.get(divides(p.spec, layer), 0)
 
 
 def _filled(p: Problem, made: Plan, room: int) -> list[int]:
@@ -114,13 +167,15 @@ def _worthwhile(p: Problem, made: Plan, added: Sequence[int]) -> list[int]:
     """Leave out layers that would take longer: each hand-over costs time. One GPU's speed stands for both."""
     work = p.work()
     v, kept = p.speeds(work), list[int]()
-    for x, layer, n in zip(made.layers, p.layers(work), added, strict=True):
+    for i, (x, layer, n) in enumerate(zip(made.layers, p.layers(work), added, strict=True)):
         gpus = np.array([x.gpu, x.gpu + n])
         both = np.full(2, True)
         where = both & (x.attention == "gpu"), both & (x.predictor == "gpu")
         disk = np.array([x.disk, max(0, x.disk - max(0, n - x.ram))])
         times = cost.layer_times(layer, v, work, *where, gpus, disk, both & (x.disk_gates > 0) & (disk > 0))
         before, after = np.sum(times, axis=0)
+        before += hands_over_us(v, p.spec.dim, x)
+        after += hands_over_us(v, p.spec.dim, _layer(p, i, x, n))
         kept.append(n if after < before else 0)
     return kept
 
@@ -173,7 +228,8 @@ def _layer(p: Problem, layer: int, x: LayerPlan, n: int) -> LayerPlan:
     disk, width = x.disk - max(0, n - x.ram), p.spec.ffn(layer).width
     expert = width if divides(p.spec, layer) == "experts" else 0
     gates = min(disk, x.disk_gates)
-    return replace(x, gpu=x.gpu + n, ram=max(0, x.ram - n), disk=disk, disk_gates=gates, expert=expert)
+    made = replace(x, gpu=x.gpu + n, ram=max(0, x.ram - n), disk=disk, disk_gates=gates, expert=expert)
+    return replace(made, further=x.further + n)
 
 
 def _placed(
@@ -186,7 +242,7 @@ def _placed(
     if after.expert:
         on = [*((r.device, len(r.whole or ())) for r in there), (device, n // after.expert)]
         return replace(x, ranges=whole_experts(after, p.ranked(layer), on))
-    each = n // max(1, p.spec.n_experts)
+    each = n // max(1, p.spec.ffn(layer).experts)
     left = replace(rest, neurons=rest.neurons - each)
     left = left if after.disk else replace(left, slots=None, gate_slots=None)
     return replace(x, ranges=(*there, NeuronRange(device, each), *([left] if left.neurons else [])))
@@ -195,6 +251,8 @@ def _placed(
 def _described(p: Problem, made: Plan) -> Plan:
     """Predict it."""
     predicted, buckets = predictions(p, made.layers, made.head, gpu=True)
-    note = "the speed is that of GPUs that compute one after the other; they do it beside each other"
-    share = gpu_share(p, made.layers)
-    return replace(made, predicted=predicted, buckets=buckets, share=share, notes=(*made.notes, note))
+    notes, share = made.notes, gpu_share(p, made.layers)
+    if any(len(x.ranges) > 1 for x in made.placement.layers):
+        note = "the speed is that of GPUs that compute one after the other; they do it beside each other"
+        notes = (*notes, note)
+    return replace(made, predicted=predicted, buckets=buckets, share=share, notes=notes)

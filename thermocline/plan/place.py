@@ -22,7 +22,7 @@ from thermocline.plan.disk.disk_split import (
 )
 from thermocline.plan.disk.expert_plan import beside_gpu, expert_plan
 from thermocline.plan.disk.neuron_plan import stored_plan
-from thermocline.plan.further_gpus import with_further
+from thermocline.plan.further_gpus import among
 from thermocline.plan.memory import reads_from_disk
 from thermocline.plan.planner import LayerPlan, Plan, fits_in
 from thermocline.plan.problem import Ask, Problem, takes_experts
@@ -65,9 +65,7 @@ def _placed(subject: Subject, tiers: Tiers, ask: Ask, whole: bool, further: Sequ
     divisible = stored == "experts" and tiers.disk is not None and takes_experts(subject.spec)
     if divisible and not fits_in(p, disk=False):
         return beside_gpu(p, subject.smaller or p.sizes, subject.contents.tensors, further)
-    made = planner.solved(p)
-    if further:
-        made = with_further(p, made, further)
+    made = among(p, further) if further else planner.solved(p)
     divided = stored == "neurons" and made.placement.from_disk and made.placement.devices
     return with_gpu_and_disk(p, subject, made) if divided else made
 

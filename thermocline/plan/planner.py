@@ -30,6 +30,7 @@ CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
 DISK_CLUSTERS = 20  # where there are three tiers: columns grow with the square
 BUCKETS = (1, 2, 4, 8)
 TIME_LIMIT_S = 0.6
+PREDICTED_ONLY = "predicted only:"  # what a note begins with of a plan that no session loads
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LayerPlan:
     disk: int  # bundles; gate rows of these stay in RAM
     disk_gates: int  # of neurons whose gate rows are on disk too
     expert: int = 0  # neurons of an expert, where whole ones are on a GPU or on disk
+    further: int = 0  # of `gpu`, those on GPUs beside the first
 
 
 @dataclass(frozen=True)
@@ -172,34 +174,44 @@ def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask
 
 def solved(problem: Problem) -> Plan:
     """Do as `plan`."""
-    placed = _best(problem)
-    if placed is None:
-        raise OutOfBudget(refusal(problem))
-    return described(problem, placed)
+    return _best(problem, attends=False)
 
 
-def _best(p: Problem) -> Placed | None:
+def attending(problem: Problem) -> Plan:
+    """Do as `plan`, with all attention on the GPU."""
+    return _best(problem, attends=True)
+
+
+def _best(p: Problem, *, attends: bool) -> Plan:
     """The fastest; on disk only what fits nowhere else, since that never makes a token faster."""
-    placed = _place(p, disk=False)
-    return _place(p, disk=True) if placed is None and p.tiers.disk is not None else placed
+    placed = _place(p, disk=False, attends=attends)
+    if placed is None and p.tiers.disk is not None:
+        placed = _place(p, disk=True, attends=attends)
+    if placed is None:
+        raise OutOfBudget(refusal(p))
+    return described(p, placed)
 
 
-def _place(p: Problem, *, disk: bool) -> Placed | None:
+def _place(p: Problem, *, disk: bool, attends: bool) -> Placed | None:
     """The best placement, with a GPU where there is one; None where nothing fits.
 
     Layers that attend to others' keys and values lie where those lie: all on the GPU, or all on the CPU.
+    `attends`: all attention is on the GPU.
     """
-    if not p.spec.kv_shared_layers or p.room(disk=disk).vram_bytes == 0:
-        return _solved(p, disk=disk)
+    if attends or not p.spec.kv_shared_layers or p.room(disk=disk).vram_bytes == 0:
+        return _solved(p, disk=disk, attends=attends)
     ways = (False,) if p.ask.objective == "frequency" else (False, True)
     found = [x for there in ways if (x := _solved(p, disk=disk, sharing=there)) is not None]
     return min(found, key=lambda x: x.choice.value, default=None)
 
 
-def _solved(p: Problem, *, disk: bool, sharing: bool | None = None) -> Placed | None:
-    """`sharing`: whether the layers that share keys and values have their attention on the GPU."""
+def _solved(p: Problem, *, disk: bool, sharing: bool | None = None, attends: bool = False) -> Placed | None:
+    """`sharing`: whether the layers that share keys and values have their attention on the GPU.
+
+    `attends`: all have.
+    """
     room = p.room(disk=disk)
-    groups, of = _groups(p, disk=disk, sharing=sharing)
+    groups, of = _groups(p, disk=disk, sharing=sharing, attends=attends)
     choice = solve(groups, room, time_limit=TIME_LIMIT_S)
     if choice is None:
         return None
@@ -212,7 +224,9 @@ def _solved(p: Problem, *, disk: bool, sharing: bool | None = None) -> Placed | 
     return Placed(chosen[:-1], chosen[-1], choice, any(c.vram_bytes[i] for c, i in chosen), disk)
 
 
-def _groups(p: Problem, *, disk: bool, sharing: bool | None = None) -> tuple[list[Group], list[int]]:
+def _groups(
+    p: Problem, *, disk: bool, sharing: bool | None = None, attends: bool = False
+) -> tuple[list[Group], list[int]]:
     """(the layers and last the head, as groups, the group of each)."""
     work, room = p.work(), p.room(disk=disk)
     gpu = room.vram_bytes > 0
@@ -220,6 +234,8 @@ def _groups(p: Problem, *, disk: bool, sharing: bool | None = None) -> tuple[lis
     tied = {layer for pair in pairs if pair[0] != pair[1] for layer in pair}
     v, layers = p.speeds(work), list(p.layers(work))
     layers = [replace(x, attention_on_gpu=sharing) if i in tied else x for i, x in enumerate(layers)]
+    if attends:
+        layers = [replace(x, attention_on_gpu=True) for x in layers]
     clusters = DISK_CLUSTERS if disk and gpu else CLUSTERS
     made: list[Columns] = []
     for i, layer in enumerate(layers):
@@ -375,9 +391,17 @@ def times_us(p: Problem, layers: Sequence[LayerPlan], head: str, work: Work, *, 
         where = (*there, *counts, x.disk_gates > 0)
         times = cost.layer_times(layer, v, work, *(np.array([one]) for one in where))
         total += np.concatenate(times)
+        total[3] += hands_over_us(v, p.spec.dim, x)
     of_head, at = cost.head_columns(p.sizes, v, gpu=gpu), int(head == "gpu")
     own = [of_head.gpu_us[at], of_head.cpu_us[at] + cost.TOKEN_US, 0.0, v.sync(p.spec.dim) * gpu]
     return np.asarray(total + own)
+
+
+def hands_over_us(v: Speeds, dim: int, x: LayerPlan) -> float:
+    """Return what a layer's part on a further GPU costs beside computing: with a part of the CPU's nothing
+    more, which is handed over at the same time.
+    """
+    return v.sync(dim) if x.further and not x.ram + x.disk else 0.0
 
 
 def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
@@ -422,10 +446,10 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
     if x.disk and (left := reads_from_disk(p.spec, gpu=p.vram > 0)) is None:
         why = "some layers have a state or no neurons" if p.spec.sparse else "its neurons cannot be skipped"
-        yield f"predicted only: {why}, so this version leaves none on disk"
+        yield f"{PREDICTED_ONLY} {why}, so this version leaves none on disk"
     elif x.disk and p.vram and (left == "rows" or (left == "experts" and not takes_experts(p.spec))):
         what = "experts" if left == "experts" else "rows of FFNs"
-        yield f"predicted only: beside a GPU this version leaves no {what} on disk"
+        yield f"{PREDICTED_ONLY} beside a GPU this version leaves no {what} on disk"
     if any(c.gpu[i] for c, i in x.layers) and takes_experts(p.spec):
         which = "the first of each layer; `thermocline profile` finds those that are chosen most"
         if p.routing is not None:
