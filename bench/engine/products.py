@@ -3,9 +3,9 @@
     python bench/engine/products.py [--format q4_0 q4_k q6_k] [--tokens 8 64 512] [--isa amx avx512]
     python bench/engine/products.py --tokens 1 --rows 65536 --ahead 0 8192
 
---ahead: bytes ahead of its use that a group of rows is asked for, as far as memory is what is measured.
-Instruction sets and distances take turns, in one process. The thread's processor time counts, the least of all rounds: a
-neighbour that takes the processor away does not show, one that takes its caches does.
+--ahead: bytes ahead of its use that a group of rows is asked for; it shows where rows come from memory.
+Instruction sets and distances take turns, in one process. The thread's processor time counts, the least of
+all rounds: a neighbour that takes the processor away does not show, one that takes its caches does.
 """
 
 from __future__ import annotations
