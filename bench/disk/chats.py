@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, chats: int) -> dict[str, Any]:
     """In a process of its own."""
     model = open_model(args.model, "", None)
     options = EngineOptions(
-        sparsity=args.sparsity, ram=args.ram, max_batch=chats, context=256, threads=args.threads
+        sparsity=args.sparsity, ram=args.ram, max_batch=chats, context=args.ctx, threads=args.threads
     )
     with Session.open(model, options) as session:
         engine = session.load()
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace, chats: int) -> dict[str, Any]:
         while all(r.finish_reason is None for r in requests):
             engine.step()
         tokens = sum(len(r.ids) for r in requests) - before
+        if not tokens:
+            raise SystemExit(f"keys and values of {chats} chats at once have no room; use a smaller --ctx")
         return {"chats": chats, "tokens": tokens, "tok_s": tokens / (time.perf_counter() - begin)}
 
 
@@ -72,6 +74,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--prompt", type=int, default=32)
     p.add_argument("--gen", type=int, default=32)
+    p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--threads", type=int)
     p.add_argument("--sparsity", default="exact")
     p.add_argument("--child", type=int, help=argparse.SUPPRESS)

@@ -184,6 +184,29 @@ def test_a_budget_is_kept_to_the_byte_and_used(path: Path) -> None:
         divide(d, low - 1, others(model))
 
 
+def test_chats_have_keys_and_values_of_their_own_in_an_eighth_of_the_budget(path: Path) -> None:
+    """They share a stream, so that each costs its keys and values alone; nobody is refused for them."""
+    model, found = open_model(path, "", None), []
+    for context, more in ((64, 0.0), (64, 0.003), (1024, 0.003)):
+        one = others_of(model.spec, context=context, kv_tokens=context, max_batch=8, threads=2)
+        ram = least_bytes(of(model), one) / GIB + 1e-5 + more
+        asked = options(ram, context=context, kv_tokens=None, max_batch=8)
+        with Session.open(model, asked) as session:
+            chats, rest = divmod(session.placement.kv_tokens, context)
+            assert rest == 0 and session.from_disk and session.memory_bytes <= ram * GIB
+            assert chats == 1 or session.placement.bytes["cpu"]["keys and values"] <= ram * GIB / 8
+            found.append(chats)
+    assert found[0] < found[1] == 8 and found[2] < 8, found
+    asked = options(half(model) + 0.003, kv_tokens=None, max_batch=4)
+    with Session.open(model, asked) as session:
+        engine = session.load()
+        requests = [engine.submit(prompts(512)[0], GREEDY) for _ in range(4)]
+        most = 0
+        while engine.step():
+            most = max(most, engine.counts().running)
+        assert most == 4 and len({r.completion().figures.logits_hash for r in requests}) == 1
+
+
 def test_memory_without_end_leaves_a_record_on_disk(path: Path) -> None:
     """Where all rows fit, no budget is divided; a stream has something to read."""
     model = open_model(path, "", None)
@@ -230,6 +253,10 @@ def test_plan_says_before_what_run_does(path: Path, thermocline: Run) -> None:
     for layer, x in zip(plan["layers"], plan["placement"]["layers"], strict=True):
         assert (layer["ram"], layer["ram"] + layer["disk"]) == (x["ranges"][0]["held"][0], 4096)
     assert any("there is room for" in n and "a step, however many tokens" in n for n in plan["notes"])
+    said = [
+        n for n in plan["notes"] if re.search(r"of 8 chats in `serve`, \d chats? ha(s|ve) room for 64", n)
+    ]
+    assert len(said) == 1
     text = thermocline("plan", path, *asked).out
     assert re.search(r"neurons +\d+ ram, \d+ disk", text) or re.search(r"\d+ ram, \d+ disk", text)
 

@@ -99,18 +99,15 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
             if needs.budget is None or (tables == choices[-1] and left is None):
                 raise
     assert needs.budget is not None, "without a limit everything fits"
-    kv_tokens, whole = needs.kv_tokens or context, sizes.weights_bytes
+    whole = sizes.weights_bytes
     if left == "experts":
         mixture = Mixture(spec, pack.tensors, own_routing(pack))
         more = {} if predictors is None else {"predictors": predictors_in_memory(spec, predictors.nbytes)}
         return _experts_on_disk(mixture, needs, context, whole, more, refused)
-    others = _others(spec, needs, context, kv_tokens)
     if left == "rows":
-        dense = Dense(spec, pack.tensors)
-        if dense_split.least_bytes(dense, others) >= whole + sum(others.values()):
-            raise refused
-        rows = dense_split.divide(dense, needs.budget, others, limit=needs.limit)
-        return Decision(dense_split.placed(rows, context, kv_tokens), dense=dense)
+        return _rows_on_disk(Dense(spec, pack.tensors), needs, context, whole, refused)
+    kv_tokens = needs.kv_tokens or context
+    others = _others(spec, needs, context, kv_tokens)
     contents = contents_of(pack, predictors, needs.sparsity)
     if least_bytes(contents, others) >= whole + sum(others.values()):
         raise refused  # a small model: what reads from disk takes more than its neurons
@@ -140,19 +137,47 @@ def _experts_on_disk(
     """
     assert needs.budget is not None, "without a limit everything fits"
 
-    def others(chats: int) -> dict[str, int]:
-        return _others(m.spec, needs, context, needs.kv_tokens or chats * context) | more
+    def others(tokens: int) -> dict[str, int]:
+        return _others(m.spec, needs, context, tokens) | more
 
-    if expert_split.least_bytes(m, others(1)) >= whole + sum(others(1).values()):
+    tokens = _chats_tokens(needs, context, whole, others, lambda x: expert_split.least_bytes(m, x), refused)
+    split = divide(m, needs.budget, others(tokens), limit=needs.limit)
+    return Decision(placed(split, context, tokens), mixture=m)
+
+
+def _rows_on_disk(d: Dense, needs: Needs, context: int, whole: int, refused: OutOfBudget) -> Decision:
+    """Do as `_experts_on_disk` for a dense model: chats at once share the stream of rows."""
+    assert needs.budget is not None, "without a limit everything fits"
+
+    def others(tokens: int) -> dict[str, int]:
+        return _others(d.spec, needs, context, tokens)
+
+    tokens = _chats_tokens(needs, context, whole, others, lambda x: dense_split.least_bytes(d, x), refused)
+    rows = dense_split.divide(d, needs.budget, others(tokens), limit=needs.limit)
+    return Decision(dense_split.placed(rows, context, tokens), dense=d)
+
+
+def _chats_tokens(
+    needs: Needs,
+    context: int,
+    whole: int,
+    others: Callable[[int], dict[str, int]],
+    least: Callable[[dict[str, int]], int],
+    refused: OutOfBudget,
+) -> int:
+    """Return the positions of keys and values: of as many chats as the budget bears, if nobody says how many.
+
+    `others`: what a session takes beside weights, by positions; `least`: the smallest budget with that.
+    Raises `refused` where that is no less than with all weights, `whole`.
+    """
+    one = others(needs.kv_tokens or context)
+    if least(one) >= whole + sum(one.values()):
         raise refused
-    chats = chats_for(
-        needs.max_batch,
-        needs.budget,
-        lambda n: others(n)["keys and values"],
-        lambda n: expert_split.least_bytes(m, others(n)),
-    )
-    split = divide(m, needs.budget, others(chats), limit=needs.limit)
-    return Decision(placed(split, context, needs.kv_tokens or chats * context), mixture=m)
+    if needs.kv_tokens is not None:
+        return needs.kv_tokens
+    assert needs.budget is not None, "without a limit everything fits"
+    most, cache = needs.max_batch, lambda n: others(n * context)["keys and values"]
+    return context * chats_for(most, needs.budget, cache, lambda n: least(others(n * context)))
 
 
 def all_in_ram(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:

@@ -8,7 +8,8 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
 from thermocline.plan.disk.cache_split import Fetch
-from thermocline.plan.disk.dense_split import Dense, DenseSplit, divide, placed
+from thermocline.plan.disk.chats import chats_note
+from thermocline.plan.disk.dense_split import Dense, DenseSplit, divide, least_bytes, placed
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
@@ -19,7 +20,8 @@ STEPS = 4  # after so many steps the window is as full at each layer as a step l
 
 def dense_plan(p: Problem, tensors: Mapping[str, TensorInfo]) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    s = divide(Dense(p.spec, tensors), p.ram, p.others())
+    d = Dense(p.spec, tensors)
+    s = divide(d, p.ram, p.others())
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
@@ -33,7 +35,7 @@ def dense_plan(p: Problem, tensors: Mapping[str, TensorInfo]) -> Plan:
         share=0.0,
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
-        notes=tuple(_notes(p, s)),
+        notes=(*_notes(p, s), chats_note(p, Problem.others, lambda parts: least_bytes(d, parts))),
         placement=placed(s, p.ask.context, p.ask.positions),
     )
 

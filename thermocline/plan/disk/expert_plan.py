@@ -13,17 +13,16 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.plan import cost
 from thermocline.plan.cost import Work
 from thermocline.plan.disk.cache_split import F64, Fetch
+from thermocline.plan.disk.chats import chats_note
 from thermocline.plan.disk.disk_split import predictors_in_memory
 from thermocline.plan.disk.expert_hits import OwnRouting
 from thermocline.plan.disk.expert_split import ExpertSplit, Mixture, divide, least_bytes, placed
 from thermocline.plan.further_gpus import in_memory, with_further
-from thermocline.plan.memory import chats_for
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction, solved, times_us
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
 NOTHING = Fetch(0.0, 0.0, 0.0)
-MOST_CHATS = 8  # `EngineOptions.max_batch` where nothing is asked
 
 
 def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
@@ -43,7 +42,7 @@ def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouti
         share=0.0,
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
-        notes=(*_notes(p, s), _chats_note(p, m)),
+        notes=(*_notes(p, s), chats_note(p, _others, lambda parts: least_bytes(m, parts))),
         placement=placed(s, p.ask.context, p.ask.positions),
     )
 
@@ -118,20 +117,6 @@ def _others(p: Problem) -> dict[str, int]:
     """Part -> bytes of what a session takes besides weights and slots."""
     predictors = sum(x.predictor.bytes for x in p.sizes.layers)
     return p.others() | ({"predictors": predictors_in_memory(p.spec, predictors)} if predictors else {})
-
-
-def chats(p: Problem, m: Mixture) -> int:
-    """Return how many chats of the context a session of `MOST_CHATS` keeps in memory together."""
-
-    def others(n: int) -> dict[str, int]:
-        return _others(replace(p, ask=replace(p.ask, batch=n, max_batch=max(n, MOST_CHATS))))
-
-    return chats_for(
-        MOST_CHATS,
-        p.ram,
-        lambda n: others(n)["keys and values"],
-        lambda n: least_bytes(m, others(n)),
-    )
 
 
 def _layer(p: Problem, s: ExpertSplit, i: int) -> LayerPlan:
@@ -214,9 +199,3 @@ def _notes(p: Problem, s: ExpertSplit) -> list[str]:
         f"expected in memory, {source}; {nbytes / 1e6:.3g} MB are read"
     )
     return [x for x in notes if x]
-
-
-def _chats_note(p: Problem, m: Mixture) -> str:
-    n = chats(p, m)
-    together = "1 chat has" if n == 1 else f"{n} chats have"
-    return f"of {MOST_CHATS} chats in `serve`, {together} room for {p.ask.context} tokens each; more wait"
