@@ -61,7 +61,9 @@ def limited(args: argparse.Namespace, chats: int) -> dict[str, Any]:
         drop_from_cache(args.model)
     with memory_limit(int(args.ram * GIB)) as group:
         command: list[str | Path] = [sys.executable, *sys.argv, "--child", str(chats)]
-        said = subprocess.run(group.command(command), stdout=subprocess.PIPE, text=True, check=True)
+        said = subprocess.run(group.command(command), stdout=subprocess.PIPE, text=True)
+        if said.returncode:
+            raise SystemExit(said.returncode)
         row: dict[str, Any] = json.loads(said.stdout)
         return row | {"charged_bytes": group.peak_bytes()}
 

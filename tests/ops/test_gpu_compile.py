@@ -22,7 +22,7 @@ TOKENS = "1,2,4,8,16,32,64,128"
 # thirds of a target's time. All of them on all targets with both took over 20 minutes of a processor.
 OTHERS = "others"  # as gpu_compile.py's command has it
 AHEAD = {
-    ("sm_80", "newest"): [("1", ["f16", "q4_k"]), ("16", ["q4_0"]), ("128", ["q4_k", OTHERS])],
+    ("sm_80", "newest"): [("1", ["f16", "q4_k"]), ("16", ["q4_0"]), ("128", ["q4_k", "f32", OTHERS])],
     ("sm_80", "older"): [("1", ["q4_0", "q8_0", "q6_k", "f32", OTHERS]), ("32", ["q8_0"])],
     ("sm_89", "newest"): [("1", ["q4_0", "q8_0", "q6_k", OTHERS]), ("4", ["q4_0"])],
     ("sm_89", "older"): [("1", ["f16", "q4_k"]), ("64", ["q4_0", OTHERS])],

@@ -757,7 +757,7 @@ def _matmul(
             **how,
         )
     else:
-        m = min(128, _power(t))
+        m = _tokens_at_once(w, t)
         fixed |= {"M": m, "N": 64, **_many(w, m)}
         grid = _ceil(w.rows, 64), _ceil(t, m)
         args = out, _at(w), x, _given(x, scratch, w), bias, *shape, t, out.stride(0)
@@ -767,7 +767,7 @@ def _matmul(
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     t, n = h.shape
-    m, (s, g) = min(128, _power(t)), _bundle_units(rows)
+    m, (s, g) = _tokens_at_once(rows, t), _bundle_units(rows)
     fixed: dict[str, Any] = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
     args = out, _at(rows), h, n, rows.columns, rows.stride, t
     grid = _ceil(_units(rows, s), g), _ceil(t, m)
@@ -785,6 +785,11 @@ def _given(x: Tensor, scratch: Scratch, w: Rows) -> Tensor | None:
         launch(triton_bytes.halve, (len(x),), to, x, width, _ceil(width, 8) * 8, **fixed)
         return to
     return None
+
+
+def _tokens_at_once(w: Rows, tokens: int) -> int:
+    """Tokens of a program, of many. Products of f32 have no tensor cores: of 64, sums spill, of 128 6 KB."""
+    return min(32 if w.format == "f32" else 128, _power(tokens))
 
 
 def _many(w: Rows, m: int) -> dict[str, Any]:
