@@ -86,19 +86,19 @@ static size_t longest_piece(const FFN& f, DenseStream::Phase phase) {
 FFNCounts Context::dense_ffn(const FFNArgs& a) {
     const size_t n = a.ffn.neurons(), tokens = a.tokens, threads = size_t(pool.threads());
     const Format f = a.ffn.down.format;
-    const bool lanes = tokens > kFewTokens;
     const GateUpInputs in = gate_up_inputs(a);
+    const bool first_lanes = in.gate.lanes || in.up.lanes, lanes = tokens > as_they_lie(&a.ffn.down, 1);
     const bool copy = quantised(a.ffn.down) || lanes;
     const size_t bytes = copy ? k.input_bytes(f, n) : 4 * n, tile = lanes ? k.tile_tokens(f) : 1;
     float* gate = grown(gate_, tokens * n);
     float* up = a.ffn.up.data ? grown(hidden_, tokens * n) : nullptr;
     uint8_t* hidden =
         copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
-    uint8_t* scratch = panels(lanes ? std::max(gate_up_panel_bytes(a, in), k.panel_bytes(f, n, tokens)) : 0);
+    uint8_t* scratch = panels(std::max(gate_up_panel_bytes(a, in), lanes ? k.panel_bytes(f, n, tokens) : 0));
     const size_t panel = size_t(k.panel_rows), block = 32;  // of the next input: some panels
     Pieces neurons(a.ffn.gate.weight.rows,
-                   lanes ? panel : piece_rows(a.ffn.gate.weight.stride, block, int(threads)), int(threads),
-                   longest_piece(a.ffn, DenseStream::GATE_UP)),
+                   first_lanes ? panel : piece_rows(a.ffn.gate.weight.stride, block, int(threads)),
+                   int(threads), longest_piece(a.ffn, DenseStream::GATE_UP)),
         rows(a.ffn.down.rows, lanes ? panel : piece_rows(a.ffn.down.stride, panel, int(threads)),
              int(threads), longest_piece(a.ffn, DenseStream::DOWN));
     std::atomic<size_t> active{0};

@@ -63,6 +63,18 @@ void Context::norm(const Norm& norm, const float* x, size_t tokens, size_t dim, 
     });
 }
 
+// Up to how many tokens n matrices of one input are multiplied as they lie; float ones do not matter beside
+// others.
+size_t Context::as_they_lie(const Matrix* w, size_t n) const {
+    bool some = false;
+    for (size_t i = 0; i < n; i++) {
+        if (!quantised(w[i])) continue;
+        if (w[i].group == 1) return kFewTokens;
+        some = true;
+    }
+    return some ? k.grouped_tokens : kFewTokens;
+}
+
 // norm(x) in the form w's kernels take, made once for all rows of w.
 Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t tokens,
                      Scratch<uint8_t>& buffer) {
@@ -76,7 +88,7 @@ Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t t
 // for several quantised ones.
 void Context::inputs(const Matrix* w, size_t n, const Norm& norm, const float* x, size_t tokens,
                      Scratch<uint8_t>* buffers, Input* out) {
-    const size_t cols = w[0].cols;
+    const size_t cols = w[0].cols, few = as_they_lie(w, n);
     const bool some_quantised = std::any_of(w, w + n, quantised);
     float* normed = norm.weight ? grown(normed_, tokens * cols) : nullptr;
     const uint8_t* rows = reinterpret_cast<const uint8_t*>(normed ? normed : x);
@@ -91,7 +103,7 @@ void Context::inputs(const Matrix* w, size_t n, const Norm& norm, const float* x
         size_t f = 0;
         while (f < made && !same_input(forms[f].format, format)) f++;
         if (f == made) {
-            const bool lanes = tokens > kFewTokens && (quantised(w[i]) || !some_quantised);
+            const bool lanes = tokens > few && (quantised(w[i]) || !some_quantised);
             const bool copy = quantised(w[i]) || lanes;
             const size_t bytes = copy ? k.input_bytes(format, cols) : 4 * cols,
                          tile = lanes ? k.tile_tokens(format) : 1;
@@ -125,9 +137,8 @@ void Context::linear(const Matrix* w, const Input* in, size_t n, const float* bi
     uint8_t* scratch = panel ? panels(panel) : nullptr;
     const std::shared_ptr<Fetches> reads = early_.lock();
     // Few tokens take rows one by one, or by the group: a router's are few and long, and for every thread.
-    Pieces pieces(
-        rows, in[0].tokens > kFewTokens ? size_t(k.panel_rows) : piece_rows(stride, group, pool.threads()),
-        pool.threads(), reads ? kBetweenReads / stride : rows);
+    Pieces pieces(rows, panel ? size_t(k.panel_rows) : piece_rows(stride, group, pool.threads()),
+                  pool.threads(), reads ? kBetweenReads / stride : rows);
     auto region = [&](int thread) {
         for (size_t begin, end; pieces.take(&begin, &end);) {
             for (size_t i = 0, first = 0; i < n && first < end; first += w[i].rows, i++) {

@@ -361,6 +361,7 @@ class Context {
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer);
     void inputs(const Matrix* w, size_t n, const Norm& norm, const float* x, size_t tokens,
                 Scratch<uint8_t>* buffers, Input* out);
+    size_t as_they_lie(const Matrix* w, size_t n) const;
     GateUpInputs gate_up_inputs(const FFNArgs& a);
     size_t gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) const;
     void linear(const Matrix* w, const Input* in, size_t n, const float* bias, float* out, bool add);

@@ -229,6 +229,7 @@ static void unit_matmul(const Matrix& w, const int32_t* ids, size_t begin, size_
 static Kernels unit_kernels() {
     Kernels k = *avx512_kernels();
     k.isa = "amx";
+    k.grouped_tokens = kFewTokens;
     k.input_bytes = unit_input_bytes;
     k.tile_tokens = unit_tile_tokens;
     k.quantize = unit_quantize;

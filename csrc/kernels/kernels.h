@@ -157,8 +157,9 @@ constexpr size_t kMostPanelBytes = 14;  // of 8 weights in a panel: int8, and up
 
 struct Kernels {
     const char* isa;
-    int panel_rows;    // matmul is fastest on multiples of this; rows of a group
-    bool interleaves;  // Are matrices multiplied faster in groups of rows?
+    int panel_rows;         // matmul is fastest on multiples of this; rows of a group
+    bool interleaves;       // Are matrices multiplied faster in groups of rows?
+    size_t grouped_tokens;  // Up to so many, groups are multiplied as they lie; panels of them with more.
 
     // Bytes of one activation row for weights of this format, in either arrangement.
     size_t (*input_bytes)(Format format, size_t cols);

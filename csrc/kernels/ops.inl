@@ -145,8 +145,8 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     return bits;
 }
 
-static const Kernels table = {ISA_NAME,    kPanelRows,  kInterleaves, input_bytes, tile_tokens, quantize,
-                              copy_lanes,  panel_bytes, matmul,       bundles,     accumulate,  decode_row,
-                              norm,        activate,    combine,      rope,        rotate,      store_key,
-                              store_value, code_query,  attend,       merge,       recur,       convolve,
-                              open_gate,   read_all};
+static const Kernels table = {ISA_NAME,   kPanelRows,  kInterleaves, kGroupedTokens, input_bytes, tile_tokens,
+                              quantize,   copy_lanes,  panel_bytes,  matmul,         bundles,     accumulate,
+                              decode_row, norm,        activate,     combine,        rope,        rotate,
+                              store_key,  store_value, code_query,   attend,         merge,       recur,
+                              convolve,   open_gate,   read_all};
