@@ -22,7 +22,7 @@ constexpr size_t kFewRows = 1024, kManyRows = kExpertRows;
 
 // Up to so many tokens, rows that lie in groups are multiplied as they lie: for 8 tokens of each of 128
 // experts that took 50 ms and panels took 58, for 16 tokens 94 and 105 (q4_0, dim 2048, one thread of Zen 4).
-constexpr size_t kGroupedTokens = 32;
+constexpr size_t kExpertTokens = 32;
 static bool in_groups(const FFN& f) {
     return f.gate.weight.group > 1 && (!f.up.data || f.up.group > 1) && f.down.group > 1;
 }
@@ -88,7 +88,7 @@ void Context::Experts::visit(const FFN& f, size_t expert, const float* weights, 
         if (const float w = weights[t * stride]; w != 0) tokens[entries] = t, shares[entries++] = w;
     v.n = entries - v.first;
     if (!v.n) return;
-    v.lanes = v.n > (in_groups(f) ? kGroupedTokens : kFewTokens), v.everyone = v.n == a.tokens;
+    v.lanes = v.n > (in_groups(f) ? kExpertTokens : kFewTokens), v.everyone = v.n == a.tokens;
     v.place = places, places += whole(f.neurons(), kBlock);
     gathers |= !v.everyone;
     most = std::max(most, v.n);

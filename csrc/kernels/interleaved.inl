@@ -1,7 +1,7 @@
 // Rows that lie in groups of 2 * W, side by side: a vector of memory holds one unit (a dword of numbers, a
 // byte or an f16 of scales) of each of W rows. No vector has to be summed up across, what is done for a scale
 // is done for W rows at once, and a group is read from its first byte to its last (arrange.h): the stream
-// that most processors prefetch by themselves (`group_ahead`). Included by gemm.inl.
+// that Zen 4 prefetches by itself (`group_ahead`). Included by gemm.inl.
 //
 // Every element of the result is added up in the order of the row kernels: the same bits.
 

@@ -78,7 +78,7 @@ def test_sizes_add_up_to_the_packs_file(shape: str, format: str) -> None:
 
 
 def test_a_heads_format_is_measured_where_a_token_meets_few_of_the_other_weights() -> None:
-    """Of SmallThinker's weights the head is a fiftieth; of a token's, a tenth."""
+    """Of SmallThinker's weights the head is a fiftieth; of a token's, an eighth."""
     for shape, wanted in (("smallthinker-21b", ("q4_0", "q6_k")), ("llama-2-70b", ("q4_0",))):
         spec = read_shape(shape)[1]
         held = {n: t for n, t in expected_tensors(spec, "q4_0").items() if not t.optional}

@@ -134,7 +134,7 @@ class ModelSizes:
         """Return the formats whose speed matters: `format`, and those of some share of a token's weights.
 
         Of experts those count that a token goes to. Of all of SmallThinker's weights the head, in another
-        format, is a fiftieth; of those that a token meets, a fifth.
+        format, is a fiftieth; of those that a token meets, an eighth.
         """
         of_layers = (
             r

@@ -176,8 +176,7 @@ def _chats_tokens(
     if needs.kv_tokens is not None:
         return needs.kv_tokens
     assert needs.budget is not None, "without a limit everything fits"
-    most, cache = needs.max_batch, lambda n: others(n * context)["keys and values"]
-    return context * chats_for(most, needs.budget, cache, lambda n: least(others(n * context)))
+    return context * chats_for(needs.max_batch, needs.budget, lambda n: others(n * context), least)
 
 
 def all_in_ram(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:

@@ -227,9 +227,9 @@ def _layer(p: Problem, layer: int, x: LayerPlan, n: int) -> LayerPlan:
         return x
     disk, width = x.disk - max(0, n - x.ram), p.spec.ffn(layer).width
     expert = width if divides(p.spec, layer) == "experts" else 0
-    gates = min(disk, x.disk_gates)
-    made = replace(x, gpu=x.gpu + n, ram=max(0, x.ram - n), disk=disk, disk_gates=gates, expert=expert)
-    return replace(made, further=x.further + n)
+    gates, ram = min(disk, x.disk_gates), max(0, x.ram - n)
+    taken = replace(x, gpu=x.gpu + n, further=x.further + n)
+    return replace(taken, ram=ram, disk=disk, disk_gates=gates, expert=expert)
 
 
 def _placed(

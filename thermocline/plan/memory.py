@@ -90,14 +90,20 @@ def contexts_for(
     return list(dict.fromkeys((context, shorter)))
 
 
-def chats_for(most: int, budget: int, cache: Callable[[int], int], least: Callable[[int], int]) -> int:
+def chats_for(
+    most: int, budget: int, others: Callable[[int], dict[str, int]], least: Callable[[dict[str, int]], int]
+) -> int:
     """Return how many full contexts a budget bears beside weights on disk: at most `most`, at least one.
 
-    `cache`: the bytes of so many contexts' keys and values, which are an eighth of the budget at most.
-    `least`: the smallest budget with them.
+    `others`: what a session of so many contexts takes beside weights; of it keys and values are an eighth of
+    the budget at most. `least`: the smallest budget with that.
     """
-    bears = (n for n in range(most, 1, -1) if cache(n) <= budget // CACHE_SHARE and least(n) <= budget)
-    return next(bears, 1)
+
+    def bears(n: int) -> bool:
+        parts = others(n)
+        return parts["keys and values"] <= budget // CACHE_SHARE and least(parts) <= budget
+
+    return next(filter(bears, range(most, 1, -1)), 1)
 
 
 def others_of(

@@ -198,20 +198,23 @@ def _place(p: Problem, *, disk: bool, attends: bool) -> Placed | None:
     Layers that attend to others' keys and values lie where those lie: all on the GPU, or all on the CPU.
     `attends`: all attention is on the GPU.
     """
-    if attends or not p.spec.kv_shared_layers or p.room(disk=disk).vram_bytes == 0:
-        return _solved(p, disk=disk, attends=attends)
+    if attends:
+        return _solved(p, disk=disk, attention=dict.fromkeys(range(p.spec.n_layers), True))
+    if not p.spec.kv_shared_layers or p.room(disk=disk).vram_bytes == 0:
+        return _solved(p, disk=disk)
+    pairs = [(i, p.spec.kv_layer(i)) for i in range(p.spec.n_layers)]
+    tied = {layer for pair in pairs if pair[0] != pair[1] for layer in pair}
     ways = (False,) if p.ask.objective == "frequency" else (False, True)
-    found = [x for there in ways if (x := _solved(p, disk=disk, sharing=there)) is not None]
+    found = [
+        x for there in ways if (x := _solved(p, disk=disk, attention=dict.fromkeys(tied, there))) is not None
+    ]
     return min(found, key=lambda x: x.choice.value, default=None)
 
 
-def _solved(p: Problem, *, disk: bool, sharing: bool | None = None, attends: bool = False) -> Placed | None:
-    """`sharing`: whether the layers that share keys and values have their attention on the GPU.
-
-    `attends`: all have.
-    """
+def _solved(p: Problem, *, disk: bool, attention: Mapping[int, bool] | None = None) -> Placed | None:
+    """`attention`: of some layers, whether it is on the GPU."""
     room = p.room(disk=disk)
-    groups, of = _groups(p, disk=disk, sharing=sharing, attends=attends)
+    groups, of = _groups(p, disk=disk, attention=attention)
     choice = solve(groups, room, time_limit=TIME_LIMIT_S)
     if choice is None:
         return None
@@ -225,17 +228,13 @@ def _solved(p: Problem, *, disk: bool, sharing: bool | None = None, attends: boo
 
 
 def _groups(
-    p: Problem, *, disk: bool, sharing: bool | None = None, attends: bool = False
+    p: Problem, *, disk: bool, attention: Mapping[int, bool] | None = None
 ) -> tuple[list[Group], list[int]]:
-    """(the layers and last the head, as groups, the group of each)."""
+    """(the layers and last the head, as groups, the group of each). `attention`: as `_solved`'s."""
     work, room = p.work(), p.room(disk=disk)
     gpu = room.vram_bytes > 0
-    pairs = [(i, p.spec.kv_layer(i)) for i in range(p.spec.n_layers)]
-    tied = {layer for pair in pairs if pair[0] != pair[1] for layer in pair}
-    v, layers = p.speeds(work), list(p.layers(work))
-    layers = [replace(x, attention_on_gpu=sharing) if i in tied else x for i, x in enumerate(layers)]
-    if attends:
-        layers = [replace(x, attention_on_gpu=True) for x in layers]
+    v, known = p.speeds(work), attention or {}
+    layers = [replace(x, attention_on_gpu=known.get(i)) for i, x in enumerate(p.layers(work))]
     clusters = DISK_CLUSTERS if disk and gpu else CLUSTERS
     made: list[Columns] = []
     for i, layer in enumerate(layers):

@@ -12,19 +12,15 @@ MOST_CHATS = 8  # `EngineOptions.max_batch` where nothing is asked
 Parts = dict[str, int]
 
 
-def chats(p: Problem, others: Callable[[Problem], Parts], least: Callable[[Parts], int]) -> int:
-    """Return how many chats of the context a session of `MOST_CHATS` keeps in memory together.
+def chats_note(p: Problem, others: Callable[[Problem], Parts], least: Callable[[Parts], int]) -> str:
+    """Say how many chats of the context a session of `MOST_CHATS` keeps in memory together.
 
     `others`: what a session takes beside weights; `least`: the smallest budget with that.
     """
 
     def of(n: int) -> Parts:
-        return others(replace(p, ask=replace(p.ask, batch=n, max_batch=max(n, MOST_CHATS))))
+        return others(replace(p, ask=replace(p.ask, batch=n, max_batch=MOST_CHATS)))
 
-    return chats_for(MOST_CHATS, p.ram, lambda n: of(n)["keys and values"], lambda n: least(of(n)))
-
-
-def chats_note(p: Problem, others: Callable[[Problem], Parts], least: Callable[[Parts], int]) -> str:
-    n = chats(p, others, least)
+    n = chats_for(MOST_CHATS, p.ram, of, least)
     together = "1 chat has" if n == 1 else f"{n} chats have"
     return f"of {MOST_CHATS} chats in `serve`, {together} room for {p.ask.context} tokens each; more wait"
