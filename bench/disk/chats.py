@@ -19,7 +19,7 @@ from typing import Any
 
 from memory_limit import drop_from_cache, memory_limit
 
-from thermocline.engine.request import request_for
+from thermocline.engine.request import disk_figures, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.offline.bench import Script, random_tokens
 from thermocline.opening.open_model import open_model
@@ -27,6 +27,7 @@ from thermocline.plan.memory import GIB
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
+DISK = "cache_hit_rate", "disk_bytes_per_token", "disk_wait_share"  # of whole answers
 WARM = 16  # tokens of each answer before the clock starts: the cache has seen them
 
 
@@ -53,7 +54,14 @@ def run(args: argparse.Namespace, chats: int) -> dict[str, Any]:
         tokens = sum(len(r.ids) for r in requests) - before
         if not tokens:
             raise SystemExit(f"keys and values of {chats} chats at once have no room; use a smaller --ctx")
-        return {"chats": chats, "tokens": tokens, "tok_s": tokens / (time.perf_counter() - begin)}
+        seconds = time.perf_counter() - begin
+        figures = [disk_figures(r.completion().figures, session.threads) for r in requests]
+        of = {key: [f[key] for f in figures if f[key] is not None] for key in DISK}
+        return {"chats": chats, "tokens": tokens, "tok_s": tokens / seconds} | {
+            # A step's waiting is divided among its chats.
+            key: (sum(x) if key == "disk_wait_share" else statistics.mean(x)) if x else None
+            for key, x in of.items()
+        }
 
 
 def limited(args: argparse.Namespace, chats: int) -> dict[str, Any]:
@@ -95,7 +103,15 @@ def main() -> None:
         median = statistics.median(speeds)
         charged = max(row["charged_bytes"] for row in rows if row["chats"] == n) / GIB
         each = ", ".join(f"{x:.2f}" for x in speeds)
-        print(f"{n} at once: {median:.2f} tok/s ({each}), x{median / one:.2f}, charged {charged:.2f} GiB")
+        print(
+            f"{n} at once: {median:.2f} tok/s ({each}), x{median / one:.2f}, charged {charged:.2f} GiB",
+            end="",
+        )
+        of = [[row[key] for row in rows if row["chats"] == n and row[key] is not None] for key in DISK]
+        if all(of):
+            hits, read, waiting = map(statistics.median, of)
+            print(f", hits {hits:.1%}, {read / 1e6:.0f} MB a token, waiting {waiting:.0%}", end="")
+        print()
 
 
 if __name__ == "__main__":
