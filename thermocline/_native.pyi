@@ -28,6 +28,12 @@ def group_ahead(bytes: int | None = None) -> int:
     `bytes`: sets it, to measure.
     """
 
+def rows_near(near: bool | None = None) -> bool:
+    """Return whether rows are asked for into the first-level cache, and not into the second.
+
+    `near`: sets it, to measure.
+    """
+
 def cpu_features() -> dict[str, bool]: ...
 def read_bandwidth(nbytes: int, threads: int, seconds: float) -> float:
     """GB/s of reading memory: the roof."""

@@ -752,6 +752,15 @@ NB_MODULE(_native, m) {
         },
         "bytes"_a.none() = nb::none(),
         "How many bytes ahead of its use a group of rows is asked for; `bytes` sets it, to measure.");
+    m.def(
+        "rows_near",
+        [](std::optional<bool> near) {
+            const bool now = tc::rows_near.load();
+            if (near) tc::rows_near.store(*near);
+            return now;
+        },
+        "near"_a.none() = nb::none(),
+        "Whether rows are asked for into the first-level cache; `near` sets it, to measure.");
     m.def("cpu_features", &cpu_features);
     m.def(
         "read_bandwidth", [](size_t b, int t, double s) { return read_bandwidth(b, t, s) / 1e9; }, "nbytes"_a,

@@ -83,7 +83,8 @@ void Context::Walk::encode() {
     const Guess& g = *guessed;
     const size_t rank = g.rank();
     for (size_t begin, end; code_rows.take(&begin, &end);) {
-        k.matmul(g.p.first, nullptr, begin, end, g.x, nullptr, false, g.values + begin, rank, nullptr);
+        k.matmul(g.p.first, nullptr, begin, end, g.x, nullptr, false, g.values + begin, rank, nullptr,
+                 nullptr);
         for (size_t t = 0; t < tokens; t++) {
             if (g.p.relu) k.activate(g.values + t * rank + begin, end - begin, {RELU, 0, false, 1, 0});
             if (quantised(g.p.second))
@@ -109,7 +110,8 @@ size_t Context::Walk::predicted_neurons(size_t begin, size_t end) {
     size_t found = 0;
     for (size_t i = begin; i < cold; i++) ids[begin + found++] = int32_t(i);
     if (cold < end)
-        k.matmul(p.second, nullptr, cold, end, guessed->code, nullptr, false, gate + cold, n, nullptr);
+        k.matmul(p.second, nullptr, cold, end, guessed->code, nullptr, false, gate + cold, n, nullptr,
+                 nullptr);
     uint8_t* some = marks;  // locals: a store of a byte could change any member
     std::fill(some + cold, some + end, uint8_t(0));
     for (size_t t = 0; t < tokens; t++) {  // a NaN is marked: it must show
@@ -123,7 +125,7 @@ void Context::Walk::activations(size_t begin, size_t end, const int32_t* gate_ro
     float* h = guessed ? hidden : gate;
     const bool elsewhere = gate_rows && gate_rows != ids;  // rows are no neurons: their biases are added here
     k.matmul(a.ffn.gate.weight, gate_rows, begin, end, in.gate, elsewhere ? nullptr : a.ffn.gate.bias, false,
-             h + begin, n, scratch + size_t(thread) * ctx.panel_stride_);
+             h + begin, n, scratch + size_t(thread) * ctx.panel_stride_, nullptr);
     Gating how = a.ffn.gating();
     if (open_above) how.activation = FATRELU, how.threshold = *open_above;
     for (size_t t = 0; t < tokens; t++) {
@@ -187,7 +189,7 @@ void Context::Walk::hidden_values(size_t begin, size_t end, int thread) {
     size_t live = 0;
     if (a.ffn.up.data)
         k.matmul(a.ffn.up, rows, begin, end, in.up, nullptr, false, hidden + begin, n,
-                 scratch + size_t(thread) * ctx.panel_stride_);
+                 scratch + size_t(thread) * ctx.panel_stride_, nullptr);
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; i < end; i++) {
             const float g = gate[t * n + size_t(ids[i])];

@@ -57,8 +57,11 @@ struct Context::Experts {
     Input input(const Visit& v, Format format) const;
     void gather(const Visit& v, const Form& form) const;
     void gather(const Visit& v) const;
-    size_t activations(const Visit& v, size_t begin, size_t end, int thread) const;
-    void answers(size_t from, size_t to, size_t begin, size_t end, int thread) const;
+    const uint8_t* gate_row(const Visit& v, size_t row) const;
+    const uint8_t* gate_at(size_t place) const;
+    const uint8_t* down_row(const Visit& v, size_t row) const;
+    size_t activations(const Visit& v, size_t begin, size_t end, int thread, const uint8_t* then) const;
+    void answers(size_t from, size_t to, size_t begin, size_t end, int thread, const uint8_t* then) const;
     float* products(int thread) const { return ctx.products_.data() + size_t(thread) * product_stride; }
     uint8_t* panel(int thread) const { return panels + size_t(thread) * ctx.panel_stride_; }
 
@@ -194,16 +197,32 @@ void Context::Experts::gather(const Visit& v) const {
     if (&up != &gate) gather(v, up);
 }
 
-// Neurons [begin, end) of a visit, as down's input; returns how many are not 0.
-size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, int thread) const {
+const uint8_t* Context::Experts::gate_row(const Visit& v, size_t row) const {
+    return row_of(in_slot(v.ffn->gate.weight, v), row);
+}
+const uint8_t* Context::Experts::down_row(const Visit& v, size_t row) const {
+    return row_of(in_slot(v.ffn->down, v), row);
+}
+// The first gate row from a place on.
+const uint8_t* Context::Experts::gate_at(size_t place) const {
+    size_t i = 0;
+    while (place >= visits[i].place + visits[i].ffn->neurons()) i++;
+    return gate_row(visits[i], std::max(place, visits[i].place) - visits[i].place);
+}
+
+// Neurons [begin, end) of a visit, as down's input; returns how many are not 0. then: what the thread reads
+// next, here and in `answers`, as Kernels::matmul.
+size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, int thread,
+                                     const uint8_t* then) const {
     const FFN& f = *v.ffn;
     const size_t some = end - begin, neurons = f.neurons();
     float *gate = products(thread), *up = f.up.data ? gate + v.n * some : nullptr;
+    const Matrix ups = up ? in_slot(f.up, v) : Matrix{};
     k.matmul(in_slot(f.gate.weight, v), nullptr, begin, end, input(v, f.gate.weight.format), f.gate.bias,
-             false, gate, some, panel(thread));
+             false, gate, some, panel(thread), up ? row_of(ups, begin) : then);
     if (up)
-        k.matmul(in_slot(f.up, v), nullptr, begin, end, input(v, f.up.format), f.up_bias, false, up, some,
-                 panel(thread));
+        k.matmul(ups, nullptr, begin, end, input(v, f.up.format), f.up_bias, false, up, some, panel(thread),
+                 then);
     size_t live = 0;
     for (size_t i = 0; i < v.n; i++) {
         float* x = gate + i * some;
@@ -224,7 +243,8 @@ size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, i
 }
 
 // sum += columns [begin, end) of what visits [from, to) give, by their shares.
-void Context::Experts::answers(size_t from, size_t to, size_t begin, size_t end, int thread) const {
+void Context::Experts::answers(size_t from, size_t to, size_t begin, size_t end, int thread,
+                               const uint8_t* then) const {
     const size_t some = end - begin;
     float* y = products(thread);
     for (size_t i = from; i < to; i++) {
@@ -232,7 +252,7 @@ void Context::Experts::answers(size_t from, size_t to, size_t begin, size_t end,
         const FFN& f = *v.ffn;
         k.matmul(in_slot(f.down, v), nullptr, begin, end,
                  {ctx.hidden_input_.data() + v.hidden, v.hidden_bytes, v.n, v.lanes}, f.down_bias, false, y,
-                 some, panel(thread));
+                 some, panel(thread), i + 1 < to ? down_row(visits[i + 1], begin) : then);
         for (size_t j = 0; j < v.n; j++) {
             const bool scaled = a.mixture.rule.scales_input && &f != a.mixture.shared;
             const float w = scaled ? 1 : shares[v.first + j];
@@ -257,21 +277,29 @@ FFNCounts Context::Experts::run() {
     Pieces neurons(places, least(gate_bytes, kBlock), threads, rows_at_most),
         columns(a.dim, least(down_bytes, unit), threads, rows_at_most);
     std::atomic<size_t> next{0}, active{0};
+    auto first_down = [&](size_t column) { return down_row(visits[0], column); };
     auto region = [&](int thread) {
         if (gathers) {
             for (size_t i; (i = next.fetch_add(1)) < n;) gather(visits[i]);
             ctx.pool.barrier();
         }
+        PiecesAhead mine(neurons, !many), after(columns, !many);
         size_t live = 0;
-        for (size_t begin, end; neurons.take(&begin, &end);)
+        for (size_t begin, end; mine.take(&begin, &end);)
             for (size_t i = 0; i < n; i++) {
                 const Visit& v = visits[i];
                 const size_t from = std::max(begin, v.place), to = std::min(end, v.place + v.ffn->neurons());
-                if (from < to) live += activations(v, from - v.place, to - v.place, thread);
+                if (from >= to) continue;
+                const uint8_t* then =
+                    i + 1 < n && visits[i + 1].place < end
+                        ? gate_row(visits[i + 1], 0)
+                        : mine.next([&](size_t place) { return gate_at(place); }, after.next(first_down));
+                live += activations(v, from - v.place, to - v.place, thread, then);
             }
         active.fetch_add(live, std::memory_order_relaxed);
         ctx.pool.barrier();
-        for (size_t begin, end; columns.take(&begin, &end);) answers(0, n, begin, end, thread);
+        for (size_t begin, end; after.take(&begin, &end);)
+            answers(0, n, begin, end, thread, after.next(first_down));
     };
     ctx.pool.run(region);
     return counts(active.load());
@@ -325,6 +353,7 @@ FFNCounts Context::Experts::run_from_disk() {
         }
         const size_t least = many ? unit : std::min(rows_at_most, piece_rows(down_bytes, unit, threads));
         Pieces columns(a.dim, least, threads, rows_at_most);
+        auto first_down = [&](size_t column) { return down_row(visits[from], column); };
         std::atomic<size_t> next{from};
         auto region = [&](int thread) {
             if (gathers) {
@@ -333,11 +362,12 @@ FFNCounts Context::Experts::run_from_disk() {
             }
             size_t live = 0;
             for (size_t i, begin, end; reads.take(&i, &begin, &end, thread);)
-                live += activations(visits[i], begin, end, thread);
+                live += activations(visits[i], begin, end, thread, nullptr);
             active.fetch_add(live, std::memory_order_relaxed);
             ctx.pool.barrier();
-            for (size_t begin, end; !reads.failed() && columns.take(&begin, &end); reads.help(thread))
-                answers(from, to, begin, end, thread);
+            PiecesAhead mine(columns, !many);
+            for (size_t begin, end; !reads.failed() && mine.take(&begin, &end); reads.help(thread))
+                answers(from, to, begin, end, thread, mine.next(first_down));
         };
         ctx.pool.run(region);
         reads.end_wave();
@@ -353,7 +383,7 @@ const float* Context::shares_of_shared(const MixtureArgs& a, const float* h) {
         shares[t] = 1;
         if (!w.data) return;
         const Input one = {reinterpret_cast<const uint8_t*>(h + t * a.dim), 4 * a.dim, 1, false};
-        k.matmul(w, nullptr, 0, 1, one, nullptr, false, shares + t, 1, nullptr);
+        k.matmul(w, nullptr, 0, 1, one, nullptr, false, shares + t, 1, nullptr, nullptr);
         shares[t] = sigmoid(shares[t]);
     });
     return shares;

@@ -46,10 +46,13 @@ size_t activate(const Kernels& k, const FFN& f, float* gate, const float* up, si
     return live;
 }
 
-// The rows of an FFN's matrices: those in memory, `held` in pieces, and those that come from disk meanwhile.
+// A thread's rows of an FFN's matrices: those in memory, `held` in pieces, and those that come from disk
+// meanwhile.
 class EachRow {
  public:
-    EachRow(Pieces& held, const FFN& f, DenseStream::Phase phase) : held_(held), f_(f), phase_(phase) {}
+    EachRow(Pieces& held, bool ahead, const FFN& f, DenseStream::Phase phase)
+        : held_(held, ahead), f_(f), phase_(phase) {}
+    const PiecesAhead& held() const { return held_; }
     // Calls work(first, begin, end, part) for rows [begin, end) behind row `first`: part(w, i) is w, the i-th
     // matrix of the phase, of which row 0 is that. Streamed rows come first: the disk waits for their
     // buffers.
@@ -72,7 +75,7 @@ class EachRow {
     }
 
  private:
-    Pieces& held_;
+    PiecesAhead held_;
     const FFN& f_;
     const DenseStream::Phase phase_;
 };
@@ -104,18 +107,22 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
     std::atomic<size_t> active{0};
     const bool whole_rows =
         lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
-    EachRow each_neuron(neurons, a.ffn, DenseStream::GATE_UP), each_row(rows, a.ffn, DenseStream::DOWN);
 
     auto region = [&](int thread) {
         uint8_t* mine = scratch + size_t(thread) * panel_stride_;
+        EachRow each_neuron(neurons, !first_lanes, a.ffn, DenseStream::GATE_UP),
+            each_row(rows, !lanes, a.ffn, DenseStream::DOWN);
+        const uint8_t* const first_down = each_row.held().next(a.ffn.down);
         size_t live = 0;
         each_neuron.run(thread, [&](size_t first, size_t begin, size_t end, auto part) {
             const Linear& g = a.ffn.gate;
             const size_t at = first + begin, some = end - begin;
-            k.matmul(part(g.weight, 0), nullptr, begin, end, in.gate, g.bias ? g.bias + first : nullptr,
-                     false, gate + at, n, mine);
+            const uint8_t* const then = each_neuron.held().next(g.weight, first_down);
+            const Matrix gates = part(g.weight, 0), ups = up ? part(a.ffn.up, 1) : Matrix{};
+            k.matmul(gates, nullptr, begin, end, in.gate, g.bias ? g.bias + first : nullptr, false, gate + at,
+                     n, mine, up ? row_of(ups, begin) : then);
             const float* bias = a.ffn.up_bias ? a.ffn.up_bias + first : nullptr;
-            if (up) k.matmul(part(a.ffn.up, 1), nullptr, begin, end, in.up, bias, false, up + at, n, mine);
+            if (up) k.matmul(ups, nullptr, begin, end, in.up, bias, false, up + at, n, mine, then);
             for (size_t t = 0; t < tokens; t++) {
                 float* h = gate + t * n + at;
                 live += activate(k, a.ffn, h, up ? up + t * n + at : nullptr, some);
@@ -138,7 +145,7 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
         each_row.run(thread, [&](size_t first, size_t begin, size_t end, auto part) {
             const float* bias = a.ffn.down_bias ? a.ffn.down_bias + first : nullptr;
             k.matmul(part(a.ffn.down, 0), nullptr, begin, end, h, bias, true, a.x + first + begin, a.dim,
-                     mine);
+                     mine, each_row.held().next(a.ffn.down));
         });
     };
     if (a.ffn.stream) a.ffn.stream->begin(a.ffn.stream_layer, pool.threads(), interrupted);

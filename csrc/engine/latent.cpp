@@ -46,7 +46,7 @@ void Context::head_products(const HeadProducts& a) {
                     copy ? inputs + h * head : reinterpret_cast<const uint8_t*>(a.x + h * a.x_head);
                 k.matmul(w, nullptr, from, to, {in, bytes, a.tokens, lanes}, nullptr, false,
                          a.y + h * a.y_head + (from - h * rows), a.y_token,
-                         scratch + size_t(thread) * panel_stride_);
+                         scratch + size_t(thread) * panel_stride_, nullptr);
             }
     };
     pool.run(region);

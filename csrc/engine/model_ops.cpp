@@ -139,13 +139,20 @@ void Context::linear(const Matrix* w, const Input* in, size_t n, const float* bi
     // Few tokens take rows one by one, or by the group: a router's are few and long, and for every thread.
     Pieces pieces(rows, panel ? size_t(k.panel_rows) : piece_rows(stride, group, pool.threads()),
                   pool.threads(), reads ? kBetweenReads / stride : rows);
+    auto row_at = [&](size_t row) {
+        size_t i = 0;
+        for (; row >= w[i].rows; i++) row -= w[i].rows;
+        return row_of(w[i], row);
+    };
     auto region = [&](int thread) {
-        for (size_t begin, end; pieces.take(&begin, &end);) {
+        PiecesAhead mine(pieces, !panel);
+        for (size_t begin, end; mine.take(&begin, &end);) {
             for (size_t i = 0, first = 0; i < n && first < end; first += w[i].rows, i++) {
                 const size_t from = std::max(begin, first), to = std::min(end, first + w[i].rows);
+                const uint8_t* then = to < end ? w[i + 1].data : mine.next(row_at);
                 if (from < to)
                     k.matmul(w[i], nullptr, from - first, to - first, in[i], bias ? bias + first : nullptr,
-                             add, out + from, rows, scratch + size_t(thread) * panel_stride_);
+                             add, out + from, rows, scratch + size_t(thread) * panel_stride_, then);
             }
             if (reads) reads->take_in_passing();
         }

@@ -52,6 +52,38 @@ class Pieces {
     std::atomic<size_t> next_{0};
 };
 
+inline const uint8_t* row_of(const Matrix& w, size_t row) { return w.data + row * w.stride; }
+
+// A thread's pieces. `ahead`: each is taken while the one before is still to be worked on, so that its first
+// rows can be asked for: a piece that nobody has asked for begins at the speed of single reads from memory.
+// Of many tokens a piece takes too long for that, and others would wait for one that nobody works on.
+class PiecesAhead {
+ public:
+    PiecesAhead(Pieces& pieces, bool ahead)
+        : pieces_(pieces), ahead_(ahead), more_(ahead && pieces.take(&begin_, &end_)) {}
+    bool take(size_t* begin, size_t* end) {
+        if (!ahead_) return pieces_.take(begin, end);
+        if (!more_) return false;
+        *begin = begin_, *end = end_;
+        more_ = pieces_.take(&begin_, &end_);
+        return true;
+    }
+    // The address of the first row that `take` gives next, or `otherwise` where that is not known.
+    template <class Fn>
+    const uint8_t* next(Fn row, const uint8_t* otherwise = nullptr) const {
+        return more_ ? row(begin_) : otherwise;
+    }
+    const uint8_t* next(const Matrix& w, const uint8_t* otherwise = nullptr) const {
+        return more_ ? row_of(w, begin_) : otherwise;
+    }
+
+ private:
+    Pieces& pieces_;
+    const bool ahead_;
+    size_t begin_ = 0, end_ = 0;
+    bool more_;
+};
+
 // Columns [begin, end) of thread t when `cols` are split in units of 32.
 inline void column_range(size_t cols, int threads, int t, size_t* begin, size_t* end) {
     const size_t units = (cols + 31) / 32;

@@ -218,9 +218,10 @@ NOINLINE static void unit_panels(const Matrix& w, const int32_t* ids, size_t beg
     _tile_release();
 }
 static void unit_matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
-                        const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch) {
+                        const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch,
+                        const uint8_t* then) {
     if (!x.lanes || !by_unit(w.format))
-        return avx512_kernels()->matmul(w, ids, begin, end, x, bias, add, y, ldy, scratch);
+        return avx512_kernels()->matmul(w, ids, begin, end, x, bias, add, y, ldy, scratch, then);
     for_unit_format(w.format, [&](auto f) {
         unit_panels<decltype(f)>(w, ids, begin, end, x, bias, add, y, ldy, scratch);
     });

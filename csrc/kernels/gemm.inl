@@ -470,7 +470,7 @@ NOINLINE static void matmul_panels(const Matrix& w, const int32_t* ids, size_t b
 }
 
 static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
-                   const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch) {
+                   const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch, const uint8_t* then) {
     if (x.lanes) {
         for_format(w.format, [&](auto f) {
             matmul_panels<decltype(f)>(w, ids, begin, end, x, bias, add, y, ldy, scratch);
@@ -480,7 +480,7 @@ static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end
     } else if (w.group > 1) {
         for_format(w.format, [&](auto f) {
             if constexpr (decltype(f)::block > 1)
-                matmul_groups<decltype(f)>(w, begin, end, x, bias, add, y, ldy);
+                matmul_groups<decltype(f)>(w, begin, end, x, bias, add, y, ldy, then);
         });
     } else {
         for_format(w.format,

@@ -138,11 +138,23 @@ struct BlockSums {
     }
 };
 
+// What is asked for while a run of groups is multiplied: `by` bytes ahead of their use, and behind the run's
+// end what the thread reads then. A run began with lines that nobody had asked for, and ended with a request
+// for others that nobody read.
+struct GroupAhead {
+    size_t by;  // 0: the processor asks by itself
+    const uint8_t* end;
+    ptrdiff_t on;  // from the end to what is read then; where that is not known, back to what is read now
+};
+
 // out[g][n]: dot products of W rows with token n.
 template <class F, int NT>
-static void group_dot(const uint8_t* group, const uint8_t* input, size_t stride, size_t cols, vf (*out)[NT]) {
+static void group_dot(const uint8_t* group, const uint8_t* input, size_t stride, size_t cols,
+                      const GroupAhead& ahead, vf (*out)[NT]) {
     constexpr int G = 2;
-    const size_t blocks = cols / 32, ahead = group_ahead.load(std::memory_order_relaxed);
+    const size_t blocks = cols / 32, by = ahead.by;
+    const uint8_t* const end = ahead.end;
+    const ptrdiff_t on = ahead.on;
     constexpr size_t block_bytes = 32 * F::block_bytes * kGroupRows / F::block;
     vf lane[16][G][NT];
     for (int l = 0; l < 16; l++)
@@ -153,7 +165,10 @@ static void group_dot(const uint8_t* group, const uint8_t* input, size_t stride,
         const XChunk* x = (const XChunk*)input + b / 16;
         const Slab<F> slab(group, b, some);
         for (size_t j = 0; j < some; j++) {
-            if (ahead) prefetch_near_span(group + block_bytes * (b + j) + ahead, block_bytes);
+            if (by) {
+                const uint8_t* soon = group + block_bytes * (b + j) + by;
+                prefetch_near_span(soon < end ? soon : soon + on, block_bytes);
+            }
             BlockSums<F, NT> sums;
             sums.first = x, sums.stride = stride, sums.at = b % 16 + j;
             sums.add_up(slab.planes, j);
@@ -184,12 +199,15 @@ constexpr size_t kGroupedTokens = kRegisters == 32 ? 16 : kFewTokens;
 
 template <class F>
 NOINLINE static void matmul_groups(const Matrix& w, size_t begin, size_t end, const Input& x,
-                                   const float* bias, bool add, float* y, size_t ldy) {
+                                   const float* bias, bool add, float* y, size_t ldy, const uint8_t* then) {
+    const size_t by = group_ahead.load(std::memory_order_relaxed);
+    const uint8_t* const last = w.data + end * w.stride;
+    const GroupAhead ahead = {by, last, then ? then - last : -ptrdiff_t(by)};
     for (size_t r = begin; r < end; r += kGroupRows)
         tiles<kGroupTokens>(0, x.tokens, [&](size_t t, auto nt) {
             vf sums[2][nt.value];
             group_dot<F, nt.value>(w.data + r * w.stride, x.data + t * x.row_bytes, x.row_bytes, w.cols,
-                                   sums);
+                                   ahead, sums);
             for (size_t n = 0; n < nt.value; n++)
                 for (size_t g = 0; g < 2; g++) {
                     float* out = y + (t + n) * ldy + (r - begin) + g * W;

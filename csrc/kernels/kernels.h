@@ -176,9 +176,10 @@ struct Kernels {
     // Scratch of a matmul in the lanes arrangement.
     size_t (*panel_bytes)(Format format, size_t cols, size_t tokens);
     // y[t*ldy + (r - begin)] = dot(w row, x_t) + bias, for r in [begin, end), or += with `add`; the row is
-    // ids[r] where ids is given, else r. bias: [rows of w], or null; null with ids.
+    // ids[r] where ids is given, else r. bias: [rows of w], or null; null with ids. then: where the caller
+    // reads on, or null: rows in groups are followed by a request for the first bytes there.
     void (*matmul)(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
-                   const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch);
+                   const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch, const uint8_t* then);
 
     // Up and down rows of the listed neurons, for the few tokens of x, as up takes them:
     //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list
@@ -244,6 +245,8 @@ constexpr size_t kTileRows = 16, kTileColumns = 128;
 // How many bytes ahead of its use a group of rows is asked for; 0: it is left to the processor. Begins with
 // what is best for this one.
 extern std::atomic<size_t> group_ahead;
+// Whether rows are asked for into the first-level cache, and not into the second.
+extern std::atomic<bool> rows_near;
 
 // What this CPU supports; THERMOCLINE_ISA can only lower the choice.
 const Kernels* chosen_kernels();                // null if THERMOCLINE_ISA names no level

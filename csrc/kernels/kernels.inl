@@ -28,7 +28,11 @@ static inline void prefetch_span(const uint8_t* p, size_t n) {
 // line once: asking for every second, fourth or eighth and leaving the rest to the hardware halves the speed
 // of gathered rows.
 static inline void prefetch_on(const uint8_t* p, size_t n) {
-    for (size_t k = (0 - (size_t)p) % 64; k < n; k += 64) prefetch(p + k);
+    const size_t first = (0 - (size_t)p) % 64;
+    if (rows_near.load(std::memory_order_relaxed))
+        for (size_t k = first; k < n; k += 64) prefetch_near(p + k);
+    else
+        for (size_t k = first; k < n; k += 64) prefetch(p + k);
 }
 // n bytes into the first level, of what is read next.
 static inline void prefetch_near_span(const uint8_t* p, size_t n) {

@@ -834,14 +834,15 @@ def test_interleaved_rows_give_the_bits_of_rows_in_turn(isa: str, format: str) -
 
 @pytest.fixture
 def restored_ahead() -> Iterator[None]:
-    before = _native.group_ahead()
+    before, near = _native.group_ahead(), _native.rows_near()
     yield
     _native.group_ahead(before)
+    _native.rows_near(near)
 
 
 @pytest.mark.usefixtures("restored_ahead")
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa not in ("scalar", "neon")])
-def test_how_far_ahead_groups_are_asked_for_changes_no_bit(isa: str) -> None:
+def test_what_is_asked_for_ahead_changes_no_bit(isa: str) -> None:
     """Also beyond the end of memory, where the last group lies."""
     for format in ("q4_0", "q6_k"):
         planar, matrix = interleaved(isa, format, normal(1, 96, 512))
@@ -851,6 +852,10 @@ def test_how_far_ahead_groups_are_asked_for_changes_no_bit(isa: str) -> None:
             _native.group_ahead(bytes)
             assert _native.group_ahead() == bytes
             assert same_bits(cpu(isa).matmul(matrix, x, None), y), bytes
+        for near in (False, True):
+            _native.rows_near(near)
+            assert _native.rows_near() == near
+            assert same_bits(cpu(isa).matmul(planar, x, None), y), near
 
 
 def test_what_cannot_be_interleaved_is_refused() -> None:
