@@ -3,15 +3,21 @@
 // one line of which numbers, which scales and which arithmetic. Another kind of format needs all of
 //   block, block_bytes, row_bytes(cols)
 //   row_tokens, dot<NT>   one row times NT tokens as `quantize` left them, asking memory for the next row
-//   unpack, unpack_n      32 weights (fewer) as floats without their scale
-//   scales                h * the scale of every 32 columns; h alone where `unpack` gives the weights with it
+//   scales                what `unpack` and the sum need of n times 32 columns: `factors` floats of each
+//   unpack, unpack_n      32 weights (fewer) as floats, without their scale where that is one factor
+//   (`apart`):
+//                         then it is `scales`, times h
 //   Gemm<F>               in gemm.inl: the activations' two arrangements, and a product through a panel
+
+constexpr size_t kChunkFactors = 64;  // floats, of 512 columns: `scales` may write whole vectors
 
 // -------------------------------------------------------------------------------- float formats
 
 template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
 struct FormatFloat {
     using Stored = T;
+    static constexpr bool apart = true;
+    static constexpr size_t factors = 1;
     static constexpr size_t block = 1, block_bytes = sizeof(T);
     static constexpr bool packs_short_rows = false;
     static size_t row_bytes(size_t n) { return sizeof(T) * n; }
@@ -49,7 +55,7 @@ struct FormatFloat {
             for (int n = 0; n < NT; n++) out[n] += vsum(halves<kLanes / W>(acc[n]));
         }
     }
-    static void unpack(const uint8_t* row, size_t, size_t c, vf* out) {
+    static void unpack(const uint8_t* row, size_t, size_t c, const float*, size_t, size_t, vf* out) {
         for (int k = 0; k < 32 / W; k++) out[k] = LOAD((const T*)row + c + k * W);
     }
     static vf unpack_n(const uint8_t* row, size_t c, int n) { return LOAD_N((const T*)row + c, n); }
@@ -528,50 +534,45 @@ struct FormatBlocks {
         }
     }
 
-    // 32 weights from column c on: without their scale where it is one factor, else as they are.
-    static void unpack(const uint8_t* row, size_t cols, size_t c, vf* out) {
-        const size_t b = c / 32;
-        if constexpr (natural)
-            return q8_unpack(row + 32 * b, out);
-        else if constexpr (Numbers::top == 15 && BLOCK::added == 8)  // q4_0
-            return q4_unpack(row + 16 * b, out);
-        else
-            unpack_block(row, cols, b, out);
-    }
-    static TC_INLINE void unpack_block(const uint8_t* row, size_t cols, size_t b, vf* out) {
+    // Of each block: h * scale; or its scale, or those of both halves (`each`), and in a second plane what is
+    // subtracted then.
+    static constexpr bool apart = ScalesOf::apart;
+    static constexpr size_t each = grouped ? 2 : 1,
+                            factors = each * (kind == AFFINE || kind == GROUPS_AFFINE ? 2 : 1);
+
+    // 32 weights from column c on. scales: of n blocks, of which that is number i.
+    static TC_INLINE void unpack(const uint8_t* row, size_t cols, size_t c, const float* scales, size_t n,
+                                 size_t i, vf* out) {
         constexpr size_t whole = block / 32;
-        const size_t in = b % whole;  // of the blocks that share an f16
-        const Planes p = planes(row, cols, b - in);
-        vb lo, hi;
-        Numbers::load(p.at[0] + size_t(Numbers::first) * in, p.at[1] + size_t(Numbers::second) * in, &lo,
-                      &hi);
-        const vb zero = vb_set1(uint8_t(added));
-        vb_f32(vb_sub(lo, zero), out), vb_f32(vb_sub(hi, zero), out + 16 / W);
-        if constexpr (!ScalesOf::apart) {
-            Scales scales;
-            ScalesOf::load(p, int(whole), &scales);
-            float d[16], m[16];
-            int8_t s[32], t[32];
-            for (int v = 0; v < 16 / W; v++) vstore(d + v * W, scales.d[v]);
-            if constexpr (kind == AFFINE || kind == GROUPS_AFFINE)
-                for (int v = 0; v < 16 / W; v++) vstore(m + v * W, scales.m[v]);
-            if constexpr (grouped) vb_store(s, scales.s[0]);
-            if constexpr (kind == GROUPS_AFFINE) vb_store(t, scales.t[0]);
-            for (int h = 0; h < 2; h++) {
-                const float scale = d[in] * (grouped ? float(s[2 * in + h]) : 1.0f);
-                for (int v = 0; v < 16 / W; v++) {
-                    vf& w = out[h * (16 / W) + v];
-                    w = vmul(w, vset1(scale));
-                    if constexpr (kind == AFFINE) w = vsub(w, vset1(m[in]));
-                    if constexpr (kind == GROUPS_AFFINE) w = vsub(w, vset1(m[in] * float(t[2 * in + h])));
-                }
+        const size_t b = c / 32, in = b % whole;  // of the blocks that share an f16
+        if constexpr (natural) {
+            q8_unpack(row + 32 * b, out);
+        } else if constexpr (Numbers::top == 15 && Numbers::first == 16 && (added == 8 || !added)) {
+            q4_unpack<added>(row + 16 * b, out);
+        } else {
+            const Planes p = planes(row, cols, b - in);
+            vb lo, hi;
+            Numbers::load(p.at[0] + size_t(Numbers::first) * in, p.at[1] + size_t(Numbers::second) * in, &lo,
+                          &hi);
+            const vb zero = vb_set1(uint8_t(added));
+            vb_f32(vb_sub(lo, zero), out), vb_f32(vb_sub(hi, zero), out + 16 / W);
+        }
+        if constexpr (apart) return;
+        for (size_t half = 0; half < 2; half++) {
+            const float* const mine = scales + each * i + half * (each - 1);
+            const vf scale = vset1(mine[0]);
+            for (int v = 0; v < 16 / W; v++) {
+                vf& w = out[half * (16 / W) + size_t(v)];
+                w = vmul(w, scale);
+                if constexpr (kind == AFFINE || kind == GROUPS_AFFINE) w = vsub(w, vset1(mine[each * n]));
             }
         }
     }
     static vf unpack_n(const uint8_t*, size_t, int) { return vzero(); }  // cols % 32 == 0: never reached
-    // out[b] = h * scale of block c/32 + b, for b in [0, n); or h
+
+    // The factors of n blocks from column c on.
     static void scales(const uint8_t* row, size_t cols, size_t c, size_t n, float h, float* out) {
-        if constexpr (ScalesOf::apart) {
+        if constexpr (apart) {
             Planes p = planes(row, cols, c / 32);
             for (size_t b = 0; b < n; b += 16, advance(&p)) {
                 Scales scales;
@@ -581,7 +582,43 @@ struct FormatBlocks {
                     vstore_n(out + b + v * W, vmul(scales.d[v], vset1(h)), int(smaller(W, left - v * W)));
             }
         } else {
-            for (size_t b = 0; b < n; b++) out[b] = h;
+            constexpr size_t whole = block / 32;
+            const size_t lead = c / 32 % whole, all = (lead + n + whole - 1) / whole * whole;
+            Planes p = planes(row, cols, c / 32 - lead);
+            for (size_t b = 0; b < all; b += 16, advance(&p)) {
+                alignas(64) float of[2][16 * each];
+                chunk_factors(p, int(smaller(16, all - b)), of);
+                const size_t first = b < lead ? lead - b : 0, end = smaller(16, lead + n - b);
+                for (size_t f = 0; f < factors / each; f++) {
+                    float* to = out + each * (f * n + b + first - lead);
+                    if (end - first == 16)  // a size that the compiler knows is no call
+                        memcpy(to, of[f], sizeof of[f]);
+                    else
+                        memcpy(to, of[f] + each * first, 4 * each * (end - first));
+                }
+            }
+        }
+    }
+    // Of 16 blocks: their scales, and what is subtracted.
+    static TC_INLINE void chunk_factors(const Planes& p, int blocks, float (*out)[16 * each]) {
+        Scales scales;
+        ScalesOf::load(p, blocks, &scales);
+        if constexpr (grouped) {
+            halves_times(scales.s, scales.d, out[0]);
+            if constexpr (kind == GROUPS_AFFINE) halves_times(scales.t, scales.m, out[1]);
+        } else {
+            for (int v = 0; v < 16 / W; v++) vstore(out[0] + v * W, scales.d[v]);
+            for (int v = 0; v < 16 / W && kind == AFFINE; v++) vstore(out[1] + v * W, scales.m[v]);
+        }
+    }
+    // of: int8 of each half of 16 blocks; by: f32 of each block, alike for the 8 of an f16.
+    static TC_INLINE void halves_times(const vb* of, const vf* by, float* out) {
+        float d[16];
+        for (int v = 0; v < 16 / W; v++) vstore(d + v * W, by[v]);
+        for (int i = 0; i < 2; i++) {
+            vf halves[16 / W];
+            vb_f32(of[i], halves);
+            for (int v = 0; v < 16 / W; v++) vstore(out + 16 * i + v * W, vmul(halves[v], vset1(d[8 * i])));
         }
     }
 };

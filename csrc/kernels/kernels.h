@@ -184,7 +184,8 @@ struct Kernels {
     // Up and down rows of the listed neurons, for the few tokens of x, as up takes them:
     //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list
     //   order.
-    // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of 4 * ceil(cols/32) floats.
+    // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of kBundleFactors *
+    //   ceil(cols/32) floats.
     size_t (*bundles)(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y,
                       float* factors);
     // The down half alone, for many tokens and some columns:
@@ -240,6 +241,8 @@ struct Kernels {
 };
 
 // `accumulate` unpacks tiles of this size: 8 KiB of f32.
+// Floats for each 32 columns: up to 4 of each of 4 rows.
+constexpr size_t kBundleFactors = 16;
 constexpr size_t kTileRows = 16, kTileColumns = 128;
 
 // How many bytes ahead of its use a group of rows is asked for; 0: it is left to the processor. Begins with

@@ -150,14 +150,15 @@ NOINLINE static void matmul_rows(const Matrix& w, const int32_t* ids, size_t beg
 // all paths.
 
 // One token: G rows at a time straight from the stored format, y loaded and stored once per group; meanwhile
-// the G rows at `next` are asked for, one after the other. factors: G * blocks floats of scratch, h * scale
-// of 32 columns.
+// the G rows at `next` are asked for, one after the other. factors: scratch for what F::scales gives of
+// G rows.
 template <class F, int G>
 static void accumulate_group(const uint8_t* const* rows, const float* h, size_t cols, float* y,
                              const uint8_t* const* next, float* factors) {
     constexpr int U = 32 / W;
     const size_t blocks = (cols + 31) / 32;
-    for (int g = 0; g < G; g++) F::scales(rows[g], cols, 0, blocks, h[g], factors + size_t(g) * blocks);
+    for (int g = 0; g < G; g++)
+        F::scales(rows[g], cols, 0, blocks, h[g], factors + size_t(g) * F::factors * blocks);
     const size_t row = F::row_bytes(cols);
     size_t c = 0, ahead = 0, segment = 0;
     auto block = [&](size_t c) {
@@ -165,8 +166,9 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
         for (int k = 0; k < U; k++) acc[k] = vload(y + c + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];
-            F::unpack(rows[g], cols, c, w);
-            const vf f = vset1(factors[size_t(g) * blocks + c / 32]);
+            const float* const scales = factors + size_t(g) * F::factors * blocks;
+            F::unpack(rows[g], cols, c, scales, blocks, c / 32, w);
+            const vf f = vset1(F::apart ? scales[c / 32] : h[g]);
             for (int k = 0; k < U; k++) acc[k] = vfma(w[k], f, acc[k]);
         }
         for (int k = 0; k < U; k++) vstore(y + c + k * W, acc[k]);
@@ -224,13 +226,13 @@ NOINLINE static void accumulate_format(const Matrix& w, const int32_t* ids, size
         float scale[B][G] = {}, factor[4][G];
         for (size_t g = 0; g < rows; g++) {
             const uint8_t* row = w.data + size_t(ids[k0 + g]) * w.stride;
-            float s[16];  // B, and room for a whole vector
+            float s[kChunkFactors];
             F::scales(row, w.cols, begin, blocks, 1.0f, s);
-            for (size_t b = 0; b < blocks; b++) scale[b][g] = s[b];
+            for (size_t b = 0; b < blocks; b++) scale[b][g] = F::apart ? s[b] : 1.0f;
             size_t c = 0;
             for (; c + 32 <= width; c += 32) {
                 vf u[32 / W];
-                F::unpack(row, w.cols, begin + c, u);
+                F::unpack(row, w.cols, begin + c, s, blocks, c / 32, u);
                 for (int k = 0; k < 32 / W; k++) vstore(tile + g * C + c + k * W, u[k]);
             }
             for (; c < width; c += W)
@@ -310,11 +312,12 @@ static size_t bundle_group(const Halves<G>& half, const Bundles& w, size_t k, co
 template <class F>
 static void decode_row_format(const uint8_t* row, size_t cols, float* out) {
     for (size_t c = 0; c < cols; c += 32) {
-        float scale;
-        F::scales(row, cols, c, 1, 1.0f, &scale);
+        float scales[kChunkFactors];
+        F::scales(row, cols, c, 1, 1.0f, scales);
+        const float scale = F::apart ? scales[0] : 1.0f;
         vf u[32 / W];
         if (c + 32 <= cols) {
-            F::unpack(row, cols, c, u);
+            F::unpack(row, cols, c, scales, 1, 0, u);
             for (int k = 0; k < 32 / W; k++) vstore(out + c + k * W, vmul(u[k], vset1(scale)));
         } else {
             for (size_t i = c; i < cols; i += W) {

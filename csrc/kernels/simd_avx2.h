@@ -428,10 +428,12 @@ static inline vf bytes_f32(__m128i b) { return _mm256_cvtepi32_ps(_mm256_cvtepi8
 static inline void q8_unpack(const uint8_t* q, vf* out) {
     for (int k = 0; k < 4; k++) out[k] = bytes_f32(_mm_loadl_epi64((const __m128i*)(q + 8 * k)));
 }
+template <int ADDED>
 static inline void q4_unpack(const uint8_t* q, vf* out) {
-    const __m128i raw = _mm_loadu_si128((const __m128i*)q), m = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    const __m128i lo = _mm_sub_epi8(_mm_and_si128(raw, m), eight);
-    const __m128i hi = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(raw, 4), m), eight);
+    const __m128i raw = _mm_loadu_si128((const __m128i*)q), m = _mm_set1_epi8(15),
+                  added = _mm_set1_epi8(ADDED);
+    const __m128i lo = _mm_sub_epi8(_mm_and_si128(raw, m), added);
+    const __m128i hi = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(raw, 4), m), added);
     out[0] = bytes_f32(lo), out[1] = bytes_f32(_mm_srli_si128(lo, 8));
     out[2] = bytes_f32(hi), out[3] = bytes_f32(_mm_srli_si128(hi, 8));
 }

@@ -362,8 +362,10 @@ INLINE void q8_unpack(const uint8_t* q, vf* out) {
 }
 // vpermps reads the low four bits of each index: a table look-up turns a nibble into its float, no conversion
 // needed.
+template <int ADDED>
 INLINE void q4_unpack(const uint8_t* q, vf* out) {
-    const vf values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const vf values = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                    _mm512_set1_ps(ADDED));
     const __m512i n = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)q));
     out[0] = _mm512_permutexvar_ps(n, values);
     out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(n, 4), values);

@@ -383,11 +383,12 @@ static inline void q8_unpack(const uint8_t* q, vf* out) {
     bytes_f32(vreinterpretq_s8_u8(vld1q_u8(q)), out);
     bytes_f32(vreinterpretq_s8_u8(vld1q_u8(q + 16)), out + 2);
 }
+template <int ADDED>
 static inline void q4_unpack(const uint8_t* q, vf* out) {
     const uint8x16_t raw = vld1q_u8(q);
-    const int8x16_t eight = vdupq_n_s8(8);
-    bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15))), eight), out);
-    bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(raw, 4)), eight), out + 2);
+    const int8x16_t added = vdupq_n_s8(ADDED);
+    bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15))), added), out);
+    bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(raw, 4)), added), out + 2);
 }
 // A matrix tile: 2 vectors of rows times 6 tokens of accumulators are 24 of 32 registers; 4 hold weights, one
 // a token. The float loop needs more beside them: with 6 tokens GCC keeps 12 registers in memory, with 4

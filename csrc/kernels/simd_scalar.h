@@ -430,10 +430,11 @@ static inline void split_words(vi a, vi b, vi* low, vi* high) {  // words of a's
 static inline void q8_unpack(const uint8_t* q, vf* out) {  // 32 weights as 32/W vectors, without the scale
     for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(int8_t(q[k]));
 }
+template <int ADDED>
 static inline void q4_unpack(const uint8_t* q, vf* out) {
     for (int k = 0; k < 16; k++) {
-        out[k / W].v[k % W] = float((q[k] & 15) - 8);
-        out[(k + 16) / W].v[(k + 16) % W] = float((q[k] >> 4) - 8);
+        out[k / W].v[k % W] = float((q[k] & 15) - ADDED);
+        out[(k + 16) / W].v[(k + 16) % W] = float((q[k] >> 4) - ADDED);
     }
 }
 static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b,
