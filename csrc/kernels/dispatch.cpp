@@ -47,8 +47,8 @@ static const Kernels* avxvnni_kernels() { return nullptr; }  // the compiler doe
 // ahead into the first level, and 29 to 34 into the second. Zen 4 does, and was slower where they are asked
 // for. No other processor was measured.
 //
-// Of rows it drops requests into the second level where many are under way: two threads of a core had 17 to
-// 19 GB/s of every tenth neuron in q4_0, and 28 to 38 asked for into the first.
+// Of rows it drops requests into the second level where many are under way: two threads had 26 to 36 GB/s of
+// every tenth neuron's in q4_0, and 36 to 39 asked for into the first; one of f16 rows in turn 27, and 30.
 static bool is_zen5() {
 #if defined(THERMOCLINE_X86) && defined(__GNUC__)
     unsigned a, b, c, d;

@@ -9,7 +9,7 @@
 //                         then it is `scales`, times h
 //   Gemm<F>               in gemm.inl: the activations' two arrangements, and a product through a panel
 
-constexpr size_t kChunkFactors = 64;  // floats, of 512 columns: `scales` may write whole vectors
+constexpr size_t kChunkFactors = 64;  // floats of 16 blocks: as many as GCC sees `scales` write
 
 // -------------------------------------------------------------------------------- float formats
 

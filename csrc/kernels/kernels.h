@@ -240,9 +240,9 @@ struct Kernels {
     uint64_t (*read_all)(const uint8_t* p, size_t n);
 };
 
-// `accumulate` unpacks tiles of this size: 8 KiB of f32.
-// Floats for each 32 columns: up to 4 of each of 4 rows.
+// Of each of 4 rows, up to 4 floats for each 32 columns.
 constexpr size_t kBundleFactors = 16;
+// `accumulate` unpacks tiles of this size: 8 KiB of f32.
 constexpr size_t kTileRows = 16, kTileColumns = 128;
 
 // How many bytes ahead of its use a group of rows is asked for; 0: it is left to the processor. Begins with
