@@ -650,6 +650,15 @@ def test_too_small_a_disk_is_said_before_anything_is_computed(
         run(request_for(own, text))
 
 
+@pytest.mark.parametrize(("passages", "count"), [(1, 28), (5, 140), (128, 2715)])
+def test_the_default_samples_of_a_7b_leave_memory_to_the_model(passages: int, count: int) -> None:
+    """A short text was sampled whole: 512 tokens of a passage took 5 GiB, and --ram 8 was refused."""
+    _, spec, _ = synthetic.read_shape("llama-2-7b")
+    assert profiler.default_samples(spec, passages) == count
+    of_passage = -(-count // passages)
+    assert of_passage * profiler.sample_bytes(spec, active=1.0) <= profiler.SAVE_BYTES
+
+
 # ---- planted activity
 
 

@@ -97,8 +97,10 @@ def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE, layers: Sequen
     return len(of) * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
 
 
-def default_samples(spec: ModelSpec) -> int:
-    return min(SAMPLE_COUNT, SAMPLES_BYTES // sample_bytes(spec))
+def default_samples(spec: ModelSpec, passages: int) -> int:
+    """Return how many tokens to sample: a passage's fit in what is saved at once, with any neurons active."""
+    of_passage = max(1, SAVE_BYTES // sample_bytes(spec, active=1.0))
+    return min(SAMPLE_COUNT, SAMPLES_BYTES // sample_bytes(spec), passages * of_passage)
 
 
 def check_sparse(spec: ModelSpec) -> None:

@@ -70,7 +70,7 @@ class ProfileOptions:
     )  # fmt: skip
     samples: int = opt(
         -1, whole(-1), "N", "Text", "Tokens whose inputs and active neurons are kept for `train`; 0: none.",
-        shown="-1 = 16384, or what fits in 2 GiB"
+        shown="-1 = 16384, or what fits in 2 GiB, with 64 MiB of a passage"
     )  # fmt: skip
 
     plot: str | None = opt(
@@ -173,7 +173,7 @@ def profile_request(o: ProfileOptions) -> ProfileJob:
         )
     else:
         text = corpus.random_corpus(pack, max(UNIT, o.tokens), context, UNIT)
-    samples = profiler.default_samples(pack.spec) if o.samples < 0 else o.samples
+    samples = profiler.default_samples(pack.spec, len(text.passages)) if o.samples < 0 else o.samples
     threads = hardware.threads_for(o.threads)
     return profiler.ProfileJob(
         pack=pack,
