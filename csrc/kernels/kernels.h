@@ -192,7 +192,8 @@ struct Kernels {
     //   y[t*ldy + (c - begin)] += sum over k in [0, n), ascending, of h[t*ldh + k] * w[ids[k]][c], c in
     //   [begin, end).
     // begin is a multiple of 32; end too, or end == cols; end - begin <= kTileColumns. tile: scratch of
-    // kTileRows * kTileColumns floats. The same bits as `bundles` for the same h.
+    // kTileRows * kTileColumns floats. Where h is 0 nothing is added. The same bits as `bundles` for the same
+    // h.
     void (*accumulate)(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh,
                        size_t tokens, size_t begin, size_t end, float* y, size_t ldy, float* tile);
 
@@ -242,8 +243,8 @@ struct Kernels {
 
 // Of each of 4 rows, up to 4 floats for each 32 columns.
 constexpr size_t kBundleFactors = 16;
-// `accumulate` unpacks tiles of this size: 8 KiB of f32.
-constexpr size_t kTileRows = 16, kTileColumns = 128;
+// `accumulate` unpacks tiles of this size: 32 KiB of f32.
+constexpr size_t kTileRows = 64, kTileColumns = 128;
 
 // How many bytes ahead of its use a group of rows is asked for; 0: it is left to the processor. Begins with
 // what is best for this one.

@@ -189,29 +189,59 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
     }
 }
 
-// Several tokens: a tile of rows is unpacked once (8 KiB, in L1), then added to every token, NT at a time.
-// factor[n][g] = h * scale of the tile's block; columns [c, c + left) of the block.
-template <int NT>
-static void accumulate_block(const float (*factor)[kTileRows], const float* tile, size_t rows, int left,
-                             float* y, size_t ldy) {
+// Several tokens: a tile of rows is unpacked once (32 KiB), then each token adds those of them whose h is not
+// 0. Zeros, most of a ReLU's, would add nothing.
+
+static inline int lowest_bit(uint64_t bits) {
+#ifdef _MSC_VER
+    unsigned long at;
+    _BitScanForward64(&at, bits);
+    return int(at);
+#else
+    return __builtin_ctzll(bits);
+#endif
+}
+
+// Bit g: whether h[g] is not 0. n <= 64.
+static uint64_t nonzero_bits(const float* h, size_t n) {
+    uint64_t bits = 0;
+    size_t g = 0;
+    for (; g + W <= n; g += W) bits |= uint64_t(vnonzero(vload(h + g))) << g;
+    if (g < n) bits |= uint64_t(vnonzero(vload_n(h + g, int(n - g)))) << g;
+    return bits;
+}
+
+// y[0, 32 * B) += the tile's rows in `bits`, ascending, each times its h and the scale of the block. The last
+// block has `left` columns.
+template <class F, int B>
+static TC_INLINE void add_listed(const float* tile, const float (*scale)[kTileColumns / 32], size_t first,
+                                 const float* h, uint64_t bits, int left, float* y) {
     constexpr int U = 32 / W;
-    vf acc[NT][U];
-    for (int n = 0; n < NT; n++)
-        for (int u = 0; u < U; u++)
-            acc[n][u] = left >= (u + 1) * W ? vload(y + n * ldy + u * W)
-                        : left > u * W      ? vload_n(y + n * ldy + u * W, left - u * W)
-                                            : vzero();
-    for (size_t g = 0; g < rows; g++)
+    constexpr bool one_factor = F::block == 1 || !F::apart;  // of a row, and not of each block
+    vf acc[B][U];
+    auto some = [&](int b, int u) { return b < B - 1 ? W : left - u * W; };
+    for (int b = 0; b < B; b++)
         for (int u = 0; u < U; u++) {
-            const vf w = vload(tile + g * kTileColumns + u * W);
-            for (int n = 0; n < NT; n++) acc[n][u] = vfma(w, vset1(factor[n][g]), acc[n][u]);
+            const float* from = y + 32 * b + u * W;
+            const int n = some(b, u);
+            acc[b][u] = n >= W ? vload(from) : n > 0 ? vload_n(from, n) : vzero();
         }
-    for (int n = 0; n < NT; n++)
+    for (; bits; bits &= bits - 1) {
+        const int g = lowest_bit(bits);
+        const float* row = tile + size_t(g) * kTileColumns;
+        for (int b = 0; b < B; b++) {
+            const vf f = vset1(one_factor ? h[g] : scale[g][first + size_t(b)] * h[g]);
+            for (int u = 0; u < U; u++) acc[b][u] = vfma(vload(row + 32 * b + u * W), f, acc[b][u]);
+        }
+    }
+    for (int b = 0; b < B; b++)
         for (int u = 0; u < U; u++) {
-            if (left >= (u + 1) * W)
-                vstore(y + n * ldy + u * W, acc[n][u]);
-            else if (left > u * W)
-                vstore_n(y + n * ldy + u * W, acc[n][u], left - u * W);
+            float* to = y + 32 * b + u * W;
+            const int n = some(b, u);
+            if (n >= W)
+                vstore(to, acc[b][u]);
+            else if (n > 0)
+                vstore_n(to, acc[b][u], n);
         }
 }
 
@@ -219,16 +249,16 @@ template <class F>
 NOINLINE static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, const float* h,
                                        size_t ldh, size_t tokens, size_t begin, size_t end, float* y,
                                        size_t ldy, float* tile) {
-    constexpr size_t G = kTileRows, C = kTileColumns, B = C / 32;
+    constexpr size_t G = kTileRows, C = kTileColumns, B = W / 4;  // blocks with 8 vectors of sums
     const size_t width = end - begin, blocks = (width + 31) / 32;
     for (size_t k0 = 0; k0 < n; k0 += G) {
         const size_t rows = smaller(G, n - k0);
-        float scale[B][G] = {}, factor[4][G];
+        float scale[G][C / 32];
         for (size_t g = 0; g < rows; g++) {
             const uint8_t* row = w.data + size_t(ids[k0 + g]) * w.stride;
             float s[kChunkFactors];
             F::scales(row, w.cols, begin, blocks, 1.0f, s);
-            for (size_t b = 0; b < blocks; b++) scale[b][g] = F::apart ? s[b] : 1.0f;
+            for (size_t b = 0; b < blocks; b++) scale[g][b] = s[b];
             size_t c = 0;
             for (; c + 32 <= width; c += 32) {
                 vf u[32 / W];
@@ -238,18 +268,15 @@ NOINLINE static void accumulate_format(const Matrix& w, const int32_t* ids, size
             for (; c < width; c += W)
                 vstore(tile + g * C + c, F::unpack_n(row, begin + c, int(smaller(W, width - c))));
         }
-        for (size_t t = 0; t < tokens;) {
-            const size_t nt = tokens - t >= 4 ? 4 : 1;
-            for (size_t b = 0; b < blocks; b++) {
-                for (size_t i = 0; i < nt; i++)
-                    for (size_t g = 0; g < rows; g++) factor[i][g] = scale[b][g] * h[(t + i) * ldh + k0 + g];
-                const int left = int(smaller(32, width - 32 * b));
-                if (nt == 4)
-                    accumulate_block<4>(factor, tile + 32 * b, rows, left, y + t * ldy + 32 * b, ldy);
-                else
-                    accumulate_block<1>(factor, tile + 32 * b, rows, left, y + t * ldy + 32 * b, ldy);
-            }
-            t += nt;
+        for (size_t t = 0; t < tokens; t++) {
+            const float* of = h + t * ldh + k0;
+            const uint64_t bits = nonzero_bits(of, rows);
+            size_t b = 0;
+            for (; bits && 32 * (b + B) <= width; b += B)
+                add_listed<F, int(B)>(tile + 32 * b, scale, b, of, bits, 32, y + t * ldy + 32 * b);
+            for (; bits && b < blocks; b++)
+                add_listed<F, 1>(tile + 32 * b, scale, b, of, bits, int(smaller(32, width - 32 * b)),
+                                 y + t * ldy + 32 * b);
         }
     }
 }

@@ -57,6 +57,9 @@ static inline vf vgate(vf x, vf threshold) {
 static inline uint32_t vpositive(vf a) {
     return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, vzero(), _CMP_GT_OQ)));
 }
+static inline uint32_t vnonzero(vf a) {
+    return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, vzero(), _CMP_NEQ_UQ)));
+}
 static inline float vsum(vf a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

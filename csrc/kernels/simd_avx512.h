@@ -53,6 +53,7 @@ INLINE vf vgate(vf x, vf threshold) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, threshold, _CMP_NLE_UQ), x);
 }
 INLINE uint32_t vpositive(vf a) { return _mm512_cmp_ps_mask(a, vzero(), _CMP_GT_OQ); }  // bit i: a[i] > 0
+INLINE uint32_t vnonzero(vf a) { return _mm512_cmp_ps_mask(a, vzero(), _CMP_NEQ_UQ); }  // NaN, too
 INLINE float vsum(vf a) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

@@ -69,11 +69,13 @@ static inline float32x4_t gate(float32x4_t x, float32x4_t threshold) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), vcleq_f32(x, threshold)));
 }
 static inline vf vgate(vf x, vf threshold) { return {gate(x.lo, threshold.lo), gate(x.hi, threshold.hi)}; }
-static inline uint32_t vpositive(vf a) {
+static inline uint32_t lane_bits(uint32x4_t lo, uint32x4_t hi) {
     static const uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
-    const uint32x4_t lo = vandq_u32(vcgtzq_f32(a.lo), vld1q_u32(kBits)),
-                     hi = vandq_u32(vcgtzq_f32(a.hi), vld1q_u32(kBits + 4));
-    return vaddvq_u32(vorrq_u32(lo, hi));
+    return vaddvq_u32(vorrq_u32(vandq_u32(lo, vld1q_u32(kBits)), vandq_u32(hi, vld1q_u32(kBits + 4))));
+}
+static inline uint32_t vpositive(vf a) { return lane_bits(vcgtzq_f32(a.lo), vcgtzq_f32(a.hi)); }
+static inline uint32_t vnonzero(vf a) {
+    return lane_bits(vmvnq_u32(vceqzq_f32(a.lo)), vmvnq_u32(vceqzq_f32(a.hi)));
 }
 static inline float vsum(vf a) {
     const float32x4_t s = vaddq_f32(a.lo, a.hi);

@@ -148,6 +148,11 @@ static inline uint32_t vpositive(vf a) {
     EACH bits |= uint32_t(a.v[i] > 0) << i;
     return bits;
 }  // bit i: a[i] > 0
+static inline uint32_t vnonzero(vf a) {
+    uint32_t bits = 0;
+    EACH bits |= uint32_t(a.v[i] != 0) << i;
+    return bits;
+}
 static inline float vsum(vf a) {
     return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
