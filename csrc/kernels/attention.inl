@@ -63,13 +63,6 @@ struct Near {
 
 // ---------------------------------------------------------------------------------------------- scores
 
-static inline void store_some(float* p, vf x, int n) {
-    if (n >= W)
-        vstore(p, x);
-    else
-        vstore_n(p, x, n);
-}
-
 // All V vectors of positions are there if WHOLE, else n positions.
 template <int V, bool WHOLE>
 static inline bool all_of(int v, int n) {

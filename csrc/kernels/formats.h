@@ -8,7 +8,7 @@
 // For what is called in the innermost loops with constants that must arrive there.
 // TC_INLINED: the same of a lambda, behind its parameters.
 #ifdef _MSC_VER
-#include <intrin.h>
+#include <intrin.h>  // _BitScanForward64
 
 #define TC_INLINE __forceinline
 #define TC_INLINED

@@ -52,7 +52,14 @@ static void tiles(size_t t, size_t tokens, Fn f) {
     if constexpr (NT > 1) tiles<NT - 1>(t, tokens, f);
 }
 
-static vf x_some(const float* p, int n) { return n >= W ? vload(p) : vload_n(p, n); }
+// The first n of a vector's lanes, n >= 0.
+static inline vf x_some(const float* p, int n) { return n >= W ? vload(p) : vload_n(p, n); }
+static inline void store_some(float* p, vf x, int n) {
+    if (n >= W)
+        vstore(p, x);
+    else
+        vstore_n(p, x, n);
+}
 
 // The sum of N vectors as a tree of halves. (As a loop whose bound is halved it kept `dot`'s sums in memory.)
 template <int N>
@@ -203,6 +210,7 @@ static inline int lowest_bit(uint64_t bits) {
 }
 
 // Bit g: whether h[g] is not 0. n <= 64.
+static_assert(kTileRows <= 64, "a tile's rows are bits of one word");
 static uint64_t nonzero_bits(const float* h, size_t n) {
     uint64_t bits = 0;
     size_t g = 0;
@@ -219,13 +227,9 @@ static TC_INLINE void add_listed(const float* tile, const float (*scale)[kTileCo
     constexpr int U = 32 / W;
     constexpr bool one_factor = F::block == 1 || !F::apart;  // of a row, and not of each block
     vf acc[B][U];
-    auto some = [&](int b, int u) { return b < B - 1 ? W : left - u * W; };
+    auto columns = [&](int b, int u) { return b < B - 1 ? W : left > u * W ? left - u * W : 0; };
     for (int b = 0; b < B; b++)
-        for (int u = 0; u < U; u++) {
-            const float* from = y + 32 * b + u * W;
-            const int n = some(b, u);
-            acc[b][u] = n >= W ? vload(from) : n > 0 ? vload_n(from, n) : vzero();
-        }
+        for (int u = 0; u < U; u++) acc[b][u] = x_some(y + 32 * b + u * W, columns(b, u));
     for (; bits; bits &= bits - 1) {
         const int g = lowest_bit(bits);
         const float* row = tile + size_t(g) * kTileColumns;
@@ -235,14 +239,7 @@ static TC_INLINE void add_listed(const float* tile, const float (*scale)[kTileCo
         }
     }
     for (int b = 0; b < B; b++)
-        for (int u = 0; u < U; u++) {
-            float* to = y + 32 * b + u * W;
-            const int n = some(b, u);
-            if (n >= W)
-                vstore(to, acc[b][u]);
-            else if (n > 0)
-                vstore_n(to, acc[b][u], n);
-        }
+        for (int u = 0; u < U; u++) store_some(y + 32 * b + u * W, acc[b][u], columns(b, u));
 }
 
 template <class F>

@@ -98,7 +98,10 @@ def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE, layers: Sequen
 
 
 def default_samples(spec: ModelSpec, passages: int) -> int:
-    """Return how many tokens to sample: a passage's fit in what is saved at once, with any neurons active."""
+    """Return how many tokens to sample: at most 2 GiB of samples, and 64 MiB of a passage.
+
+    A passage's samples are in memory until they are saved: for them, all neurons are taken as active.
+    """
     of_passage = max(1, SAVE_BYTES // sample_bytes(spec, active=1.0))
     return min(SAMPLE_COUNT, SAMPLES_BYTES // sample_bytes(spec), passages * of_passage)
 

@@ -70,7 +70,7 @@ class ProfileOptions:
     )  # fmt: skip
     samples: int = opt(
         -1, whole(-1), "N", "Text", "Tokens whose inputs and active neurons are kept for `train`; 0: none.",
-        shown="-1 = 16384, or what fits in 2 GiB, with 64 MiB of a passage"
+        shown="-1 = 16384, at most 2 GiB in all and 64 MiB a passage"
     )  # fmt: skip
 
     plot: str | None = opt(
