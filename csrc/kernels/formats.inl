@@ -59,6 +59,9 @@ struct FormatFloat {
         for (int k = 0; k < 32 / W; k++) out[k] = LOAD((const T*)row + c + k * W);
     }
     static vf unpack_n(const uint8_t* row, size_t c, int n) { return LOAD_N((const T*)row + c, n); }
+    static TC_INLINE void ask(const uint8_t* row, size_t, size_t c, size_t width) {
+        prefetch_lines(row + sizeof(T) * c, sizeof(T) * width);
+    }
     static void scales(const uint8_t*, size_t, size_t, size_t n, float h, float* out) {
         for (size_t b = 0; b < n; b++) out[b] = h;
     }
@@ -569,6 +572,12 @@ struct FormatBlocks {
         }
     }
     static vf unpack_n(const uint8_t*, size_t, int) { return vzero(); }  // cols % 32 == 0: never reached
+    // Asks for the columns [c, c + width) of a row; c % 32 == 0.
+    static TC_INLINE void ask(const uint8_t* row, size_t cols, size_t c, size_t width) {
+        const Planes p = planes(row, cols, c / 32);
+        for (int i = 0; i < kMostPlanes; i++)
+            if (facts.planes[i]) prefetch_lines(p.at[i], width * facts.planes[i] / 256);
+    }
 
     // The factors of n blocks from column c on.
     static void scales(const uint8_t* row, size_t cols, size_t c, size_t n, float h, float* out) {

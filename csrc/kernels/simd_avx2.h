@@ -71,8 +71,8 @@ static inline float vmaximum(vf a) {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
-static inline void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static TC_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+static TC_INLINE void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 // ---- int32 vectors and quantised weights
 using vi = __m256i;

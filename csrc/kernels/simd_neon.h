@@ -83,11 +83,11 @@ static inline float vsum(vf a) {
 }
 static inline float vmaximum(vf a) { return vmaxvq_f32(larger(a.lo, a.hi)); }
 #ifdef _MSC_VER
-static inline void prefetch(const void* p) { __prefetch(p); }
-static inline void prefetch_near(const void* p) { __prefetch(p); }
+static TC_INLINE void prefetch(const void* p) { __prefetch(p); }
+static TC_INLINE void prefetch_near(const void* p) { __prefetch(p); }
 #else
-static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-static inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
+static TC_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+static TC_INLINE void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 #endif
 
 // ---- int32 vectors and quantised weights
