@@ -96,4 +96,4 @@ def test_layers_of_two_kinds_stay_below_the_bound(name: str, format: str, tmp_pa
     for chunk in (PREFILL_CHUNK, 1):
         mixed.logits(spec, loaded, ids[: 512 if chunk > 1 else 3], chunk, "exact")
     bound = _native.scratch_bytes(layer_shape(spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS)
-    assert 0.15 * bound < loaded.ops.native.scratch_bytes <= bound  # gemma4_moe 0.1999 with AVX2
+    assert 0.2 * bound < loaded.ops.native.scratch_bytes <= bound
