@@ -217,8 +217,8 @@ static inline int lowest_bit(uint64_t bits) {
 #endif
 }
 
-// Bit g: whether h[g] is not 0. n <= 64.
 static_assert(kTileRows <= 64, "a tile's rows are bits of one word");
+// Bit g: whether h[g] is not 0. n <= 64.
 static uint64_t nonzero_bits(const float* h, size_t n) {
     uint64_t bits = 0;
     size_t g = 0;
