@@ -121,7 +121,8 @@ size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const 
 static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted interrupted) {
     const std::vector<const FFN*>& experts = a.mixture.experts;
     if (!experts[0]->disk) return nullptr;
-    std::shared_ptr<Fetches> begun = a.tokens <= kFewTokens ? begun_reads(*experts[0]) : nullptr;
+    const bool few = a.tokens <= kFewTokens && !a.record;  // what is recorded goes the prompts' way
+    std::shared_ptr<Fetches> begun = few ? begun_reads(*experts[0]) : nullptr;
     return begun ? begun : begin_reads(experts.data(), experts.size(), a.tokens, interrupted);
 }
 

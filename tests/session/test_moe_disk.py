@@ -321,18 +321,51 @@ def test_each_chosen_expert_waits_for_its_own_last_read() -> None:
     assert step_us(layer, speeds, work, np.array([9e3]), np.array([few]))[1] == pytest.approx(waits, rel=0.01)
 
 
+# ---- reads ahead
+
+
+def routed(experts: tuple[_native.FFN, ...]) -> _native.Mixture:
+    """Two experts, of which a token's first number chooses one."""
+    router, plain = _native.Arena(2 * 4 * DIM), _native.Join(None, 1.0)
+    values = np.zeros((2, DIM), np.float32)
+    values[:, 0] = 1, -1
+    router.write(0, values.view(np.uint8).ravel())
+    by = _native.Linear(_native.Matrix(router, 0, 0, 2, DIM, 4 * DIM), None)
+    return _native.Mixture(None, by, experts, 1, plain, rule=native_rule(PLAIN_ROUTER))
+
+
+def moe_add(context: _native.Context, m: _native.Mixture, h: test_disk.F32, record: bool = False) -> bytes:
+    x, kept = np.ones_like(h), np.zeros((len(h), m.neurons), np.float32) if record else None
+    context.moe_add(x, h, m, SPARSITIES["predict"], kept)
+    return x.tobytes() + (b"" if kept is None else kept.tobytes())
+
+
+def predicted(path: Path, gates: tuple[int, int] | None) -> tuple[Case, _native.Mixture, _native.Mixture]:
+    """An FFN, and a mixture of twice the same, in memory and on disk."""
+    case = Case(test_disk.neurons(path, "q8_0"), predictor=test_disk.scores())
+    reader = _native.Reader(str(path), depth=16, buffer_bytes=8192)
+    there = tuple(case.on_disk(0, 60, gates=gates, reader=reader)[0] for _ in range(2))
+    return case, routed((case.in_memory(), case.in_memory())), routed(there)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_reads_begun_for_one_token_do_not_disturb_a_prompts(tmp_path: Path, record: bool) -> None:
+    """Nor a recorded token's, which goes the prompts' way and knows no slots of a call of few."""
+    _, memory, disk = predicted(tmp_path / "f", (0, 60))
+    context = _native.Context(2)
+    for h in test_disk.calls():
+        context.read_ahead(h[:1], disk, SPARSITIES["predict"])
+        with within(20):
+            assert moe_add(context, disk, h, record) == moe_add(context, memory, h, record), len(h)
+
+
 # ---- the clock
 
 
 def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path) -> None:
     """After ten half-lives of tokens, not of its own calls, what it needed then gives way at once."""
     near, (far, rows) = (Case(test_disk.neurons(tmp_path / name)).on_disk(0, 400) for name in ("near", "far"))
-    router, plain = _native.Arena(2 * 4 * DIM), _native.Join(None, 1.0)
-    values = np.zeros((2, DIM), np.float32)
-    values[:, 0] = 1, -1
-    router.write(0, values.view(np.uint8).ravel())
-    by = _native.Linear(_native.Matrix(router, 0, 0, 2, DIM, 4 * DIM), None)
-    mixture = _native.Mixture(None, by, (near[0], far), 1, plain, rule=native_rule(PLAIN_ROUTER))
+    mixture = routed((near[0], far))
     context, rng = _native.Context(1), np.random.default_rng(1)
     old, new = (np.abs(rng.standard_normal((1, DIM))).astype(np.float32) for _ in range(2))
     for _ in range(20):
