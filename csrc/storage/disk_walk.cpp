@@ -51,7 +51,7 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell),
       bundles(*args.ffn.disk),
       gates(args.ffn.gate_disk),
-      reads(reads_of(args, context.interrupted)),
+      reads(args.reads),
       fetches(*reads),
       owner(args.owner),
       tasks(w.chunks),
@@ -401,15 +401,21 @@ void Context::DiskWalk::many_tokens(int thread) {
 }
 
 FFNCounts Context::disk_ffn(const FFNArgs& a) {
-    DiskWalk walk(*this, a);
-    auto few = [&](int thread) { walk.few_tokens(thread); };
-    auto many = [&](int thread) { walk.many_tokens(thread); };
-    if (walk.w.few)
-        pool.run(few);
-    else
-        pool.run(many);
-    walk.end();
-    return walk.w.totals();
+    FFNArgs args = a;
+    args.reads = reads_of(a, interrupted);
+    for (;;) {
+        DiskWalk walk(*this, args);
+        auto few = [&](int thread) { walk.few_tokens(thread); };
+        auto many = [&](int thread) { walk.many_tokens(thread); };
+        if (walk.w.few)
+            pool.run(few);
+        else
+            pool.run(many);
+        // What was read ahead and failed may be what nobody needs. Nothing has been added to x yet.
+        if (walk.w.few && args.reads->begin_again()) continue;
+        walk.end();
+        return walk.w.totals();
+    }
 }
 
 }  // namespace tc

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "round.h"
@@ -180,6 +181,16 @@ void Fetches::give_up() {
     drop_queue();
     for (size_t owner = 0; owner < left.size(); owner++)
         if (left[owner]) left[owner] = 0, bad[owner] = 1;
+}
+
+bool Fetches::begin_again() {
+    if (!failed || gave_up || early.empty()) return false;
+    early.clear();
+    for (DiskRows* r : rows) r->settle();
+    std::fill(bad.begin(), bad.end(), uint8_t(0)), std::fill(awaited.begin(), awaited.end(), uint8_t(0));
+    ready.clear();
+    failed = false;
+    return true;
 }
 
 void Fetches::drop_queue() {

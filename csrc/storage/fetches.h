@@ -87,6 +87,9 @@ class Fetches {
     // Ends the call at once: what is under way is left behind, and the next Fetches of this reader waits for
     // it.
     void give_up();
+    // Where a read has failed, none is under way, and some were asked for before the call: forgets what is
+    // not in memory, so that the call can begin again and ask for what it needs alone. false: it cannot.
+    bool begin_again();
     void submit_some() {  // one system call for several reads: 4 microseconds a read instead of 25
         if (queue_.size() >= kBatch || !under_way_) submit();
     }

@@ -205,10 +205,10 @@ print(reads, failed)
 def test_whichever_read_of_a_run_fails_there_is_the_same_text_or_one_line(
     pack: Path, library: Path, step: int
 ) -> None:
-    """From the first of loading to the last of the last token."""
+    """From the first of loading to the last of the last token. A call that has reads ahead begins again."""
     ram = budget(pack, 0.4, "predict")
     reads, failed = map(int, printed(EVERY_READ, library, pack, ram, step).split())
-    assert reads > 100 and failed > 0.9 * (reads // step)
+    assert reads > 100 and failed > 0.3 * (reads // step)
 
 
 COMPANY = """

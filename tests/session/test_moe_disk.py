@@ -359,6 +359,25 @@ def test_reads_begun_for_one_token_do_not_disturb_a_prompts(tmp_path: Path, reco
             assert moe_add(context, disk, h, record) == moe_add(context, memory, h, record), len(h)
 
 
+@pytest.mark.parametrize("gates", [None, (0, 60)])
+@pytest.mark.parametrize("expert", [0, 1])
+def test_what_is_read_ahead_in_vain_may_be_damaged(
+    tmp_path: Path, expert: int, gates: tuple[int, int] | None
+) -> None:
+    """Of either expert: a token's two have the same reads."""
+    context = _native.Context(2)
+    for seed in range(4):
+        case, memory, disk = predicted(tmp_path / f"f{seed}", gates)
+        h, guess, neuron = test_disk.guessed_in_vain(case, seed)
+        both = np.concatenate([guess, guess, h])
+        both[:, 0] = 0.1, -0.1, 0.1
+        h[:, 0] = (0.1, -0.1)[expert]
+        with test_disk.damaged(case.made, neuron):
+            context.read_ahead(both, disk, SPARSITIES["predict"])
+            with within(20):
+                assert moe_add(context, disk, h) == moe_add(context, memory, h)
+
+
 # ---- the clock
 
 
