@@ -187,6 +187,7 @@ uint64_t DiskExperts::read_bytes(size_t expert) const {
 }
 
 size_t DiskExperts::keep_affordable(std::vector<int32_t>& wanted) {
+    read_only = files.read_only();  // the step before may have been
     const uint64_t most = files.may_read(layer_);
     uint64_t cost = 0;
     std::vector<int32_t> kept, left_out;

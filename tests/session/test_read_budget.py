@@ -119,6 +119,24 @@ def test_an_expert_in_memory_is_never_left_out(tmp_path: Path) -> None:
     assert disk.stats()["left_out"] == 1 and disk.stats()["bytes"] == bytes_loaded(m, 2)
 
 
+def test_what_is_left_out_behind_a_read_only_step_counts_as_used(tmp_path: Path) -> None:
+    """The first call that a budget bounded still took the step for one that leaves caches as they are."""
+    m = core.model(tmp_path)
+    files = files_of(m)
+    disk = core.on_disk(m, 1, files=files)  # that has expert 0
+    for _ in range(2):
+        answer(disk, weights({0: 1.0}), m.dim)
+    files.begin_step(None, read_only=True)
+    answer(disk, weights({0: 1.0}), m.dim)
+    files.begin_step(0)
+    answer(disk, weights({5: 1.0}), m.dim)
+    assert disk.stats()["left_out"] == 1
+    files.begin_step()
+    for _ in range(2):
+        answer(disk, weights({5: 1.0}), m.dim)
+    assert disk.stats()["missed"] == 1, "it took the slot when it was read"
+
+
 def bytes_loaded(m: core.Model, quota: int) -> int:
     return core.on_disk(m, quota).stats()["bytes"]
 
