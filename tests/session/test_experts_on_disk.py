@@ -251,6 +251,20 @@ def test_what_a_refusal_names_is_enough_and_less_is_not(path: Path) -> None:
         Session.open(model, options(enough - 0.0002))
 
 
+def test_every_thread_has_memory_to_arrange_rows_in(path: Path) -> None:
+    """A plan counted those of sixteen threads, whatever a session had."""
+    model = open_model(path, "", None)
+
+    def buffers(threads: int) -> int:
+        ram = (least(model, threads) + Mixture(model.spec, model.tensors).bytes // 2) / GIB
+        with Session.open(model, options(ram, threads=threads)) as session:
+            return session.placement.bytes["cpu"]["disk buffers"]
+
+    row = max(s.stride for r in Mixture(model.spec, model.tensors).records.values() for s in r.slabs)
+    assert buffers(2) == buffers(16)
+    assert buffers(64) - buffers(16) == 48 * 32 * row
+
+
 def test_a_model_that_disk_saves_nothing_of_is_refused_as_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

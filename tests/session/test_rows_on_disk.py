@@ -225,6 +225,19 @@ def test_what_a_refusal_names_is_enough_and_less_is_not(path: Path) -> None:
         Session.open(model, options(enough - 0.0002))
 
 
+def test_every_thread_has_memory_to_arrange_rows_in(path: Path) -> None:
+    """A plan counted those of sixteen threads, two in these tests, whatever a session had."""
+    model = open_model(path, "", None)
+
+    def buffers(threads: int) -> int:
+        with Session.open(model, options(half(model, threads), threads=threads)) as session:
+            return session.placement.bytes["cpu"]["disk buffers"]
+
+    arranged = max(p.arranged_bytes for p in of(model).phases)
+    assert buffers(1) == buffers(2)
+    assert buffers(8) - buffers(2) >= 6 * arranged
+
+
 def test_a_model_that_disk_saves_nothing_of_is_refused_as_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,11 +101,11 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
     assert needs.budget is not None, "without a limit everything fits"
     whole = sizes.weights_bytes
     if left == "experts":
-        mixture = Mixture(spec, pack.tensors, own_routing(pack))
+        mixture = Mixture(spec, pack.tensors, own_routing(pack), threads=needs.threads)
         more = {} if predictors is None else {"predictors": predictors_in_memory(spec, predictors.nbytes)}
         return _experts_on_disk(mixture, needs, context, whole, more, refused)
     if left == "rows":
-        return _rows_on_disk(Dense(spec, pack.tensors), needs, context, whole, refused)
+        return _rows_on_disk(Dense(spec, pack.tensors, needs.threads), needs, context, whole, refused)
     kv_tokens = needs.kv_tokens or context
     others = _others(spec, needs, context, kv_tokens)
     contents = contents_of(pack, predictors, needs.sparsity)

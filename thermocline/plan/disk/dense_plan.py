@@ -20,7 +20,7 @@ STEPS = 4  # after so many steps the window is as full at each layer as a step l
 
 def dense_plan(p: Problem, tensors: Mapping[str, TensorInfo]) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    d = Dense(p.spec, tensors)
+    d = Dense(p.spec, tensors, p.tiers.cpu.threads)
     s = divide(d, p.ram, p.others())
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))

@@ -29,7 +29,7 @@ WINDOW, RECORD_BYTES = 32, 1 << 20
 LEAST_PIECE = 16 << 10  # the core takes no buffers that are smaller
 UNIT = 32  # rows: whole groups of rows, whatever the processor; as many are arranged at a time
 LEAST = 1  # records of a phase in memory
-ARRANGING = 16  # threads that rows are arranged for
+ARRANGING = 16  # threads that rows are arranged for, at least
 RECORD_TABLE_BYTES = 32  # the core's, of a record
 
 
@@ -84,6 +84,7 @@ class Dense:
 
     spec: ModelSpec
     tensors: Mapping[str, TensorInfo]
+    threads: int = 1  # of a session, which arrange rows
 
     @cached_property
     def layers(self) -> dict[int, tuple[Phase, ...]]:
@@ -117,7 +118,7 @@ class Dense:
         tables = RECORD_TABLE_BYTES * sum(p.records for p in self.phases)
         planar = UNIT * max(max(p.strides) for p in self.phases)  # of a group, on their way
         arranged = max(p.arranged_bytes for p in self.phases) + planar + 2 * _native.limits().slot_alignment
-        return self.buffers * self.piece_bytes + ARRANGING * arranged + tables
+        return self.buffers * self.piece_bytes + max(ARRANGING, self.threads) * arranged + tables
 
 
 @dataclass(frozen=True)

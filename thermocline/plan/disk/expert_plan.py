@@ -27,7 +27,7 @@ NOTHING = Fetch(0.0, 0.0, 0.0)
 
 def expert_plan(p: Problem, tensors: Mapping[str, TensorInfo], routing: OwnRouting | None = None) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    m = Mixture(p.spec, tensors, routing)
+    m = Mixture(p.spec, tensors, routing, threads=p.tiers.cpu.threads)
     s = divide(m, p.ram, _others(p))
     assert s.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(prediction(p, s, p.work(share=share)) for share in (0.0, 0.5, 1.0))
@@ -56,7 +56,7 @@ def beside_gpu(
     other experts: as without a GPU, for fewer of them. `smaller`: with tables on disk. Raises OutOfBudget
     with a budget that is enough.
     """
-    whole, m = p, Mixture(p.spec, tensors, p.routing)
+    whole, m = p, Mixture(p.spec, tensors, p.routing, threads=p.tiers.cpu.threads)
     p = replace(p, sizes=smaller, staging=m.buffer_bytes)
     made = solved(p)
     if not made.placement.from_disk:  # it fits, though greedy steps found no way

@@ -33,7 +33,8 @@ DEPTH, PIECE_BYTES = 64, 256 << 10  # reads in flight, and of how many bytes: a 
 SLABS = ("gate.weight", "up.weight", "down.weight", "bundle")  # an expert's; a bundle has up and down
 LEAST = 1  # slots of a layer
 EVEN = 0.2  # of a slot's worth: so much less is a layer's last than its first, beside what it saves
-ARRANGED_ROWS = 512  # a group of 32 for each of 16 threads
+GROUP_ROWS = 32  # of a thread that arranges them
+ARRANGED_ROWS = 512  # of all, at least: 16 threads
 RUN_TABLE_BYTES = 320  # the core's tables of a slab: where it lies in the file, its checksums
 
 
@@ -85,12 +86,14 @@ class Mixture:
     tensors: Mapping[str, TensorInfo]
     routing: OwnRouting | None = field(default=None, compare=False)  # by its profile, where it has one
     elsewhere: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by layer, experts on a GPU
+    threads: int = 1  # of a session, which arrange rows
 
     def beside(self, placement: Placement) -> Mixture:
         """Return what RAM and disk hold beside a GPU."""
         there = {i: x.whole for i, x in enumerate(placement.layers) if x.whole}
         routing = None if self.routing is None else self.routing.without(there)
-        return Mixture(self.spec, tensors_beside(self.spec, self.tensors, placement), routing, there)
+        tensors = tensors_beside(self.spec, self.tensors, placement)
+        return Mixture(self.spec, tensors, routing, there, self.threads)
 
     def here(self, layer: int) -> list[int]:
         """Return the experts of a layer that RAM and disk hold."""
@@ -146,7 +149,7 @@ class Mixture:
     @property
     def arranging_bytes(self) -> int:
         """Return what threads take besides, to arrange rows."""
-        return ARRANGED_ROWS * max(self._rows)
+        return max(ARRANGED_ROWS, GROUP_ROWS * self.threads) * max(self._rows)
 
     @property
     def buffer_bytes(self) -> int:
