@@ -104,17 +104,16 @@ void DenseStream::begin(size_t layer, int threads, Interrupted interrupted) {
     if (threads > threads_) throw std::invalid_argument("more threads than the stream was made for");
     std::unique_lock<std::mutex> held(lock_);
     const size_t* const first = first_.data() + layer * N_PHASES;
-    if (failed_ || done_ % records_.size() != first[0] % records_.size()) seek(first[0]);
+    if (failed_at_ != kNone || done_ % records_.size() != first[0] % records_.size()) seek(first[0]);
     for (const Phase p : {GATE_UP, DOWN}) end_[p] = next_ + (first[p + 1] - first[0]);
     interrupted_ = interrupted;
     stats_.needed += held_[layer] + (first[N_PHASES] - first[0]);
     stats_.missed += first[N_PHASES] - first[0];
 }
 
-// A read beyond the call's own may fail: the call that needs it reads it again.
 void DenseStream::end() {
     std::lock_guard<std::mutex> held(lock_);
-    if (failed_ && (done_ != end_[DOWN] || error_.error == ECANCELED)) throw error_;
+    if (call_failed()) throw error_;
 }
 
 // Reads begin anew with this record. Those under way end in their buffers, which then are free.
@@ -125,7 +124,7 @@ void DenseStream::seek(size_t record) {
     done_ = next_ = asked_ = record;
     part_ = 0;
     std::fill(slots_.begin(), slots_.end(), Slot{});
-    failed_ = false;
+    failed_at_ = kNone;
     room_.notify_all();
 }
 
@@ -142,7 +141,7 @@ bool DenseStream::take(Phase phase, Taken* taken, int thread, bool wait) {
                 came_.notify_one();
             return true;
         }
-        if (!wait || failed_) return false;
+        if (!wait || call_failed()) return false;
         this->wait(held, thread);
     }
     return false;
@@ -170,7 +169,7 @@ bool DenseStream::next(Taken* taken, Rows* rows, int thread) {
     }
     std::lock_guard<std::mutex> held(lock_);
     if (error) {
-        fail(error, &r, part);
+        fail(taken->number, error, &r, part);
         return false;
     }
     slot(taken->number).done = true;
@@ -208,7 +207,7 @@ void DenseStream::wait(std::unique_lock<std::mutex>& held, int thread) {
         held.unlock();
         const bool enough = interrupted_();
         held.lock();
-        if (enough) fail(ECANCELED, nullptr, 0);
+        if (enough) fail(0, ECANCELED, nullptr, 0);
         return;  // what is waited for may have come, and been announced, while the lock was free
     }
     came_.wait_for(held, kAsk);  // the first thread looks at Ctrl-C
@@ -235,7 +234,7 @@ void DenseStream::run() {
 
 // Begins as many reads as there may be, without the lock: each may take the system 30 microseconds.
 void DenseStream::submit(std::unique_lock<std::mutex>& held) {
-    while (!failed_) {
+    while (failed_at_ == kNone) {
         ReadRequest requests[16];
         size_t n = 0;
         while (n < 16 && under_way_ < most_ && (part_ || (asked_ - done_ < slots_.size() && !free_.empty())))
@@ -278,14 +277,14 @@ void DenseStream::ended(uint64_t tag, int error) {
     if (b.turn != turn_) {
         if (!b.under_way) free_.push_back(buffer);
     } else if (error) {
-        fail(error, &record(b.number), size_t(tag % kParts));
+        fail(b.number, error, &record(b.number), size_t(tag % kParts));
     } else if (!--slot(b.number).left && has_come(next_)) {
         came_.notify_one();  // who takes this record wakes the next one, if another has come before it
     }
 }
 
-void DenseStream::fail(int error, const Record* r, size_t part) {
-    if (!failed_) {
+void DenseStream::fail(uint64_t number, int error, const Record* r, size_t part) {
+    if (number < failed_at_) {
         std::string where;
         bool changed = false;
         if (r) {
@@ -294,7 +293,7 @@ void DenseStream::fail(int error, const Record* r, size_t part) {
             changed = files_.changed(m.run.file);
         }
         error_ = {error == INT32_MAX ? 0 : error, where, -1, changed};
-        failed_ = true;
+        failed_at_ = number;
     }
     came_.notify_all();
 }

@@ -107,7 +107,11 @@ class DenseStream {
     void ended(uint64_t tag, int error);
     int arrange(Taken* taken, Rows* rows, size_t part, int thread);
     void wait(std::unique_lock<std::mutex>& held, int thread);
-    void fail(int error, const Record* r, size_t part);
+    // `number`: of the record that cannot be had; 0: the call ends whatever it has.
+    void fail(uint64_t number, int error, const Record* r, size_t part);
+    // A read beyond the call's own may fail. All of its own were asked for before, and the call that needs
+    // that one reads it again.
+    bool call_failed() const { return failed_at_ < end_[DOWN]; }
     Record& record(uint64_t number) { return records_[size_t(number % records_.size())]; }
     Slot& slot(uint64_t number) { return slots_[size_t(number % slots_.size())]; }
     // Is a record there? Its slot alone does not say: it may be of what came a turn of the ring before.
@@ -140,7 +144,9 @@ class DenseStream {
     std::vector<Buffer> buffers_;
     std::vector<unsigned> free_;
     size_t under_way_ = 0;
-    bool failed_ = false, stop_ = false;
+    static constexpr uint64_t kNone = UINT64_MAX;
+    uint64_t failed_at_ = kNone;  // the first record that failed; no more are asked for then
+    bool stop_ = false;
     DiskError error_{0, "", 0};
     Stats stats_;
     Interrupted interrupted_ = nullptr;

@@ -385,6 +385,22 @@ def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
     assert disk.run(h) == memory.run(h)
 
 
+@pytest.mark.parametrize("method", ["threads", "io_uring"])
+def test_a_read_beyond_a_call_that_fails_does_not_end_it(tmp_path: Path, method: str) -> None:
+    """The rows of the second layer are gone, and a read of nothing ends before those of the first."""
+    m = model(tmp_path, parts=2)
+    memory, disk = in_memory(m), on_disk(m, buffers=90, method=method)
+    os.truncate(m.files[1], 0)
+    for h in calls(m.dim, (1,) * 40):
+        found = []
+        for bound in (memory, disk):
+            x = h.copy()
+            bound.context.ffn_add(x, x, bound.ffns[0], SPARSITIES["exact"], None)
+            found.append(x.tobytes())
+        assert found[0] == found[1]
+    assert "blk.1" in str(failed(disk, h))
+
+
 FAULTS = """
 import ctypes, os, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)
