@@ -86,8 +86,6 @@ def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(
     found = read_trace(path, pack)
     counts = np.stack([found.layer(i).sum(1) for i in range(pack.spec.n_layers)], axis=1)
     assert counts.ravel().tolist() == seen[-counts.size :]
-    ran = thermocline("bench", "-m", pack.path, "--trace", path, "--sparsity", "predict", "--ram", 1)
-    assert ran.code == 2 and "every gate in memory" in ran.err
 
 
 def test_ctrl_c_keeps_the_tokens_that_were_recorded(

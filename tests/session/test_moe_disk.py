@@ -23,6 +23,7 @@ from thermocline import LLM, SamplingParams, _native
 from thermocline.cli import main
 from thermocline.convert.synthetic import read_shape
 from thermocline.errors import BadFile, OutOfBudget
+from thermocline.machine import hardware
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.sizes import sizes_of
 from thermocline.model.spec import PLAIN_ROUTER, ModelSpec
@@ -285,6 +286,21 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
     counts = replay(trace, engine.session.store.arrangement.bundles, frequency, "lfu")
     assert counts.needed.sum() == done.needed
     assert counts.hit_rate == pytest.approx(1 - done.missed / done.needed, abs=0.01)
+
+
+def test_drelus_trace_is_refused_where_gates_are_on_disk(
+    mixture: Path, tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is not where `--ram` is given, but where a model lacks memory: of what is free, too."""
+    options = ("--sparsity", "predict", "-n", "2", "-t", "2", "-q")
+    record = ("bench", "-m", mixture, "--trace", tmp_path / "a", *options)
+    ran = thermocline(*record, "--ram", "1")
+    assert ran.code == 0, ran.err
+    free = int(budgets(mixture, sparsity="predict")[0] * GIB)
+    monkeypatch.setattr(hardware, "available_bytes", lambda: free)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 0)
+    ran = thermocline(*record)
+    assert ran.code == 2 and "every gate in memory" in ran.err
 
 
 # ---- how long it takes

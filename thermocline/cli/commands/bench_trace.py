@@ -47,10 +47,6 @@ def record(o: BenchOptions) -> int:
         need_trace.check_sparse(pack.spec)
         if o.n_gen[0] == 0:
             raise UsageError("-n is 0: no token to record")
-        if o.ram is not None and o.sparsity == "predict" and pack.spec.up_activation == "relu":
-            raise UsageError(
-                "--ram with --sparsity predict: dReLU's trace needs every gate in memory; leave one out"
-            )
         test = benchmark.Test(o.threads[0] or hardware.default_threads(), o.n_depth[0], 0, o.n_gen[0])
         benchmark.check_context(pack.spec, [test])
         feed = benchmark.feed_of(pack, [test], o.text, o.seed)
@@ -58,6 +54,12 @@ def record(o: BenchOptions) -> int:
             sparsity=o.sparsity, ram=o.ram, cache_type_k=o.cache_type_k, cache_type_v=o.cache_type_v
         )
         bench = benchmark.Bench(pack, [test], feed, options, progress.at)
+        a = bench.session.arrangement
+        gates_there = not bench.session.from_disk or (a is not None and a.gates is None)
+        if pack.spec.up_activation == "relu" and not gates_there:
+            raise UsageError(
+                "dReLU's trace needs every gate in memory; give more --ram, or leave out --sparsity predict"
+            )
         recorder = need_trace.TraceRecorder(test.threads, pack.spec, bench.engine.model.weights.layers)
         interrupted = False
         try:
