@@ -70,12 +70,6 @@ class Arena:
     @property
     def address(self) -> int: ...
     def write(self, offset: int, data: U8) -> None: ...
-    def load(
-        self, path: str, begin: int, end: int, checksums: U32, block: int, to: int | None = None
-    ) -> tuple[int, int]:
-        """File bytes [begin, end) to byte `to` (None: `begin`), checked. -> (0, -1), or what the first bad
-        block has: (errno, -1 for EOF or 0 for a wrong checksum; the block)"""
-
     def copy(self, to: int, source: Arena, begin: int, nbytes: int) -> None:
         """Bytes of another arena."""
 
@@ -349,10 +343,6 @@ class DiskRows:
         disable: int = 0,
         likely: F32 | None = None,
     ) -> DiskRows: ...
-    @property
-    def first_slot(self) -> int:
-        """Hot neuron i lies in slot first_slot + i."""
-
     def load(self) -> None:
         """Read the hot ones, and the next ones into all slots. DiskError."""
 

@@ -805,31 +805,6 @@ NB_MODULE(_native, m) {
             },
             "offset"_a, "data"_a.noconvert())
         .def(
-            "load",
-            [](Arena& a, const std::string& path, size_t begin, size_t end,
-               Array<const uint32_t, 1> checksums, size_t block, std::optional<size_t> where) {
-                check(block >= 512 && block <= size_t(1) << 30 && begin % block == 0,
-                      "bad block size or begin");
-                const size_t to = where.value_or(begin);
-                check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to,
-                      "range outside the arena");
-                check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
-                std::optional<tc::Failure> failed;
-                {
-                    nb::gil_scoped_release release;
-                    const auto crew =
-                        tc::begin_blocks(a, path.c_str(), {{begin, end, to}}, checksums.data(), block);
-                    while (!crew->wait(1000)) {
-                    }
-                    failed = crew->failure();
-                }
-                return failed ? std::make_tuple(failed->error, int64_t(failed->where))
-                              : std::make_tuple(0, int64_t(-1));
-            },
-            "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
-            "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see "
-            "store.h")
-        .def(
             "copy",
             [](Arena& a, size_t to, const Arena& from, size_t begin, size_t bytes) {
                 check(&a != &from && begin <= from.bytes && bytes <= from.bytes - begin,

@@ -285,7 +285,6 @@ static void bind_slots(nb::module_& m) {
         .def(nb::new_(&make_rows), "pool"_a, "reader"_a, "file_offset"_a, "neurons"_a, "hot"_a, "quota"_a,
              "crc"_a.noconvert(), "name"_a = "", "disable"_a = 0, "likely"_a.noconvert().none() = nb::none(),
              nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
-        .def_ro("first_slot", &DiskRows::first_slot)
         .def(
             "load", [](DiskRows& r) { r.load(&interrupted_by_python); },
             nb::call_guard<nb::gil_scoped_release>())

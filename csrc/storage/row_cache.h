@@ -222,7 +222,6 @@ int32_t RowCache<Policy>::place_for(int32_t neuron) {
         const int32_t passing = pool_.idle.back();
         return pool_.idle.pop_back(), int32_t(cold_.size()) + passing;
     }
-    if (at < 0) return kHot;
     worst_.pop_back();
     clear(cold_[size_t(at)]);
     return at;

@@ -1336,6 +1336,10 @@ class Good:
     ) -> _native.Matrix:
         return _native.Matrix(self.arena, offset, format, rows, cols, stride)
 
+    def load(self, begin: int, end: int, block: int = 512, checksums: int = 1) -> None:
+        crcs = np.zeros(checksums, np.uint32)
+        _native.begin_blocks(self.arena, "/dev/zero", [(begin, end, begin)], crcs, block)
+
     def embed(self, ids: Any = None, out: Any = None) -> None:
         self.c.embed(self.w, self.ids if ids is None else ids, self.x if out is None else out)
 
@@ -1741,11 +1745,11 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "shares of narrow h": lambda g: g.c.routed(zeros(2, 31), g.mixture(), zeros(2, 3)),
     "reads ahead of others' shares": lambda g: g.c.read_ahead(g.x, g.mixture(), 1, zeros(1, 3)),
     "mixture into a read-only array": lambda g: g.moe_add(x=read_only(2, 32)),
-    "load of odd blocks": lambda g: g.arena.load("/dev/zero", 1, 2, zeros(1, dtype=np.uint32), 512),
-    "load in tiny blocks": lambda g: g.arena.load("/dev/zero", 0, 2, zeros(1, dtype=np.uint32), 1),
-    "load past the arena": lambda g: g.arena.load("/dev/zero", 0, 65537, zeros(200, dtype=np.uint32), 512),
-    "load backwards": lambda g: g.arena.load("/dev/zero", 1024, 512, zeros(9, dtype=np.uint32), 512),
-    "load without checksums": lambda g: g.arena.load("/dev/zero", 0, 513, zeros(1, dtype=np.uint32), 512),
+    "load of odd blocks": lambda g: g.load(1, 2),
+    "load in tiny blocks": lambda g: g.load(0, 2, block=1),
+    "load past the arena": lambda g: g.load(0, 65537, checksums=200),
+    "load backwards": lambda g: g.load(1024, 512, checksums=9),
+    "load without checksums": lambda g: g.load(0, 513),
     "bandwidth of nothing": lambda g: _native.read_bandwidth(0, 1, 0.01),
     "bandwidth without threads": lambda g: _native.read_bandwidth(1 << 20, 0, 0.01),
     "bandwidth past the arena": lambda g: _native.Arena(2 << 20).read_bandwidth(0, 3 << 20, 1, 0.01),

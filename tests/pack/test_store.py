@@ -64,7 +64,8 @@ def test_checksums_are_crc32c(n: int) -> None:
 def loaded(
     path: Path, crcs: _native.U32, *, arena: int = LARGE, begin: int = 0, end: int = SIZE
 ) -> tuple[int, int]:
-    return _native.Arena(arena).load(str(path), begin, end, crcs, BLOCK)
+    memory = _native.Arena(arena)
+    return _native.begin_blocks(memory, str(path), [(begin, end, begin)], crcs, BLOCK).wait()
 
 
 @pytest.fixture(params=[SIZE, LARGE], ids=["through the cache", "direct"])
@@ -158,7 +159,7 @@ memory = _native.Arena(arena)
 if room:
     used = hardware._fields_kib(hardware.ROOT / "proc/self/status")["VmSize"]
     resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
-print(*memory.load(path, 0, end, crcs, block))
+print(*_native.begin_blocks(memory, path, [(0, end, 0)], crcs, block).wait())
 """
 
 
@@ -338,12 +339,12 @@ def test_whole_blocks_load_to_any_other_place(arena_bytes: int, tmp_path: Path) 
     for begin, end, to in ((0, SIZE, 0), (3 * BLOCK, SIZE, 0), (BLOCK, 4 * BLOCK, 4096), (0, 2 * BLOCK, 704)):
         arena = _native.Arena(arena_bytes)
         arena.write(0, np.full(arena_bytes, 255, np.uint8))
-        assert arena.load(str(path), begin, end, crcs, BLOCK, to) == (0, -1)
+        assert _native.begin_blocks(arena, str(path), [(begin, end, to)], crcs, BLOCK).wait() == (0, -1)
         held = np.ctypeslib.as_array((ctypes.c_uint8 * arena_bytes).from_address(arena.address))
         assert held[to : to + end - begin].tobytes() == data[begin:end]
         assert np.all(held[:to] == 255) and np.all(held[to + end - begin :] == 255)
     with pytest.raises(ValueError, match="outside"):
-        arena.load(str(path), 0, SIZE, crcs, BLOCK, arena_bytes - SIZE + 1)
+        _native.begin_blocks(arena, str(path), [(0, SIZE, arena_bytes - SIZE + 1)], crcs, BLOCK)
 
 
 def test_records_of_an_arena_have_the_checksums_of_their_bytes() -> None:
