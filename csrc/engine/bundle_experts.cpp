@@ -76,8 +76,7 @@ FFNCounts Context::chosen_add(const MixtureArgs& a, const Chosen& c, const float
 
 // ---- from disk
 
-// How much an expert is used: a token at a time, a prompt's as if they had come one by one. 0: not at all.
-static float uses_of(const float* weights, size_t experts, size_t tokens) {
+float uses_of(const float* weights, size_t experts, size_t tokens) {
     float uses = 0;
     for (size_t t = 0; t < tokens; t++)
         if (weights[t * experts] != 0) uses += ExpertPolicy::aged(tokens - 1 - t);

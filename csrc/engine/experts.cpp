@@ -49,7 +49,7 @@ struct Context::Experts {
     void place_all();
     void make_inputs();
     FFNCounts run();
-    FFNCounts run_from_disk();
+    FFNCounts run_from_disk(const float* weights);
     FFNCounts counts(size_t active) const;
 
     const Form& form_of(Format format) const;
@@ -316,17 +316,9 @@ FFNCounts Context::Experts::counts(size_t active) const {
     return counts;
 }
 
-// How much each expert is used: a token at a time, a prompt's as if they had come one by one.
-static float uses_of(const Visit& v, const size_t* tokens, size_t of) {
-    if (of <= kFewTokens) return 1;
-    float uses = 0;
-    for (size_t i = 0; i < v.n; i++) uses += ExpertPolicy::aged(of - 1 - tokens[v.first + i]);
-    return uses;
-}
-
 // Experts on disk, in waves: activations of those that are there, then of the others in the order in which
 // they come, and when all are there the answers. The next wave's are read meanwhile.
-FFNCounts Context::Experts::run_from_disk() {
+FFNCounts Context::Experts::run_from_disk(const float* weights) {
     DiskExperts& disk = *a.mixture.disk;
     const bool many = most > kFewTokens;
     const size_t rows_at_most = many ? kManyRows : kFewRows, unit = size_t(k.panel_rows);
@@ -336,7 +328,8 @@ FFNCounts Context::Experts::run_from_disk() {
         const FFN& f = *v.ffn;
         const bool kept = &f == a.mixture.shared;
         const size_t least = piece_rows(f.gate.weight.stride, kBlock, threads);
-        tasks.push_back({kept ? -1 : int32_t(v.expert), kept ? 0 : uses_of(v, tokens, a.tokens), f.neurons(),
+        const float uses = kept ? 0 : uses_of(weights + v.expert, a.mixture.experts.size(), a.tokens);
+        tasks.push_back({kept ? -1 : int32_t(v.expert), uses, f.neurons(),
                          many ? kBlock : std::min(rows_at_most, least)});
     }
     ExpertReads reads(disk, std::move(tasks), a.tokens > kFewTokens ? a.tokens : 1, rows_at_most, threads,
@@ -404,7 +397,7 @@ FFNCounts Context::experts_add(const MixtureArgs& a, const float* h, const float
     if (!all.n) return {};
     all.place_all();
     all.make_inputs();
-    return m.disk && experts ? all.run_from_disk() : all.run();
+    return m.disk && experts ? all.run_from_disk(weights) : all.run();
 }
 
 }  // namespace tc

@@ -304,6 +304,10 @@ struct Visit {
     size_t shift;                 // of an expert on disk: how far its slot is from where its matrices say
 };
 
+// How much an expert is used: a token at a time, a prompt's as if they had come one by one. 0: not at all.
+// weights: how much of it each token gets, `experts` apart.
+float uses_of(const float* weights, size_t experts, size_t tokens);
+
 // What gate and up multiply with: the same where their formats take the same.
 struct GateUpInputs {
     Input gate, up;
