@@ -157,6 +157,40 @@ def test_an_argument_is_of_its_schemas_type(text: str, kind: str | None, value: 
 
 
 @pytest.mark.parametrize(
+    ("text", "type_", "value"),
+    [
+        ("True", "boolean", True), ("FALSE", "boolean", False), ("None", ["integer", "null"], None),
+        ("NULL", "null", None), ("None", "integer", "None"), ("True", ["string", "boolean"], "True"),
+        ("True", None, "True"), ("None", "object", "None"), (" True\n", "boolean", True),
+        ("{'a': True, 'b': [None, 'x']}", "object", {"a": True, "b": [None, "x"]}),
+        ("['a', {\"b\": False}]", "array", ["a", {"b": False}]), ("['a']", "object", "['a']"),
+        ("1_000", "integer", 1000), ("+5", "number", 5), ("'a'", "integer", "'a'"), ("1+2j", "null", "1+2j"),
+        ("(1, 2)", "array", "(1, 2)"), ("[(1, 2), 'a']", "array", "[(1, 2), 'a']"), ("{1, 2}", "array", "{1, 2}"),
+        ("{1: 2}", "object", "{1: 2}"), ("[b'a']", "array", "[b'a']"), ("['a', 1e999]", "array", "['a', 1e999]"),
+        ("f(1)", "integer", "f(1)"), ("[" * 3000, "array", "[" * 3000), ("-" * 60000 + "1", "integer", "-" * 60000 + "1"),
+        ("['a'," + "1," * 40000 + "]", "array", "['a'," + "1," * 40000 + "]"),
+        (r"['\d']", "array", [r"\d"]), ("[0if'a']", "array", "[0if'a']"),
+    ],
+)  # fmt: skip
+def test_an_argument_may_be_in_pythons_words(
+    text: str, type_: Any, value: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Qwen's templates print earlier arguments as Python does, so its models write True where JSON has true."""
+    schema = {"add": {"properties": {"a": {} if type_ is None else {"type": type_}}}}
+    call = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    assert read(CASES["qwen3.5"][0], call, 10**6, schema) == [("add", {"a": value})]
+    assert not recwarn.list
+
+
+def test_pythons_words_are_taken_where_one_of_several_schemas_is_of_their_kind() -> None:
+    kinds = {"a": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}
+    tools = {"add": {"properties": kinds, "$defs": {"n": {"type": "array", "items": {}}}}}
+    for text, value in (("None", None), ("[True]", [True]), ("False", "False")):
+        call = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
+        assert read(CASES["qwen3.5"][0], call, tools=tools) == [("add", {"a": value})]
+
+
+@pytest.mark.parametrize(
     ("inside", "value"),
     [("None", None), ("some words", "some words"), ("-2.5", -2.5), ("[true,{d:False}]", [True, {"d": False}]),
      ('<|"|>}},{<|"|>', "}},{"), ('{<|"|>a b<|"|>:x}', {"a b": "x"})],

@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import string
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from thermocline.text.schema_kinds import kind_of, kinds
 
 Schemas = Mapping[str, Mapping[str, Any]]  # a function's name -> the JSON schema of its arguments
 _ID = string.ascii_letters + string.digits
+_LONGEST_LITERAL = 64 << 10  # characters: Python reads 32,000 numbers in 0.2 s, and everybody waits
 
 
 def _new_id() -> str:
@@ -147,13 +149,33 @@ def _value(text: str, schema: Any, root: Any) -> Any:
     try:
         found = _loads(text)
     except ValueError:
-        return text
+        return text if "string" in wanted else _python_words(text, wanted)
     if "string" in wanted:
-        kind = kind_of(found)
-        return (
-            found if kind in wanted - {"string"} or (kind, "number" in wanted) == ("integer", True) else text
-        )
+        return found if _is_of(found, wanted - {"string"}) else text
     return text if not wanted and isinstance(found, str) else found
+
+
+def _is_of(value: Any, wanted: set[str]) -> bool:
+    kind = kind_of(value)
+    return kind in wanted or (kind == "integer" and "number" in wanted)
+
+
+def _python_words(text: str, wanted: set[str]) -> Any:
+    """Return a value of a kind that is wanted, if `text` is one in Python's words, or else the text.
+
+    Models write those because templates print earlier arguments so.
+    """
+    word = text.strip()
+    if len(word) > _LONGEST_LITERAL:
+        return text
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes, a line in the log for each
+            found = _ANY_CASE[word.lower()] if word.lower() in _ANY_CASE else ast.literal_eval(word)
+        # Sets, tuples, bytes, numbers that are not finite and keys that are no texts are not JSON's.
+        is_json = json.loads(json.dumps(found, allow_nan=False)) == found
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return found if is_json and _is_of(found, wanted) else text
 
 
 # ---- name and JSON between marks
@@ -245,6 +267,7 @@ def _python_value(node: ast.expr, text: str) -> Any:
 
 
 _WORDS = {"true": True, "false": False, "null": None}
+_ANY_CASE = _WORDS | {"none": None}
 _SPOKEN = {"True": "true", "False": "false", "None": "null"}  # Python's words, which templates may write
 
 
