@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+from agent_shapes import prompt
 from scripted import Scripted, scripted
 from serving import Served, served
 
@@ -236,6 +238,31 @@ def test_none_shows_no_tools_and_calls_none(puppet: Scripted) -> None:
     assert none.message.tool_calls is None and none.message.content == CALL and none.finish_reason == "stop"
     shown, hidden = puppet.engine.prompts
     assert len(shown) > len(hidden), "the template writes how many tools there are"
+
+
+# ---- earlier answers
+
+
+# As templates are, that ask whether an answer has calls, and take arguments one by one.
+ASKS = (
+    "{% for m in messages %}[{{ m.role }}]{% if 'tool_calls' in m %}calls: {% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}){% endfor %}{% endfor %}"
+)
+
+
+def told(**answer: Any) -> str:
+    """Return the prompt of a conversation that goes on after an answer."""
+    said: Any = [*STORY, {"role": "assistant", **answer}, {"role": "user", "content": "So?"}]
+    with scripted(template=ASKS) as made:
+        got = httpx2.post(f"{made.url}/v1/chat/completions", json={"messages": said}, timeout=60)
+        assert got.status_code == 200, got.text
+        return prompt(made)
+
+
+def test_an_answer_with_an_empty_list_of_calls_called_nothing() -> None:
+    """Clients send it back as they got it from other servers, and templates wrote the head of a call."""
+    assert told(content="A fox", tool_calls=[]) == f"[user]{STORY[0]['content']}[assistant]A fox[user]So?"
 
 
 # ---- what is refused

@@ -32,8 +32,10 @@ def messages(
             made["content"] = ""
         if m.role == "developer":
             made["role"] = "system"
-        if m.tool_calls is not None:
+        if m.tool_calls:
             made["tool_calls"] = [_given(c) | {"function": _called(c.function)} for c in m.tool_calls]
+        else:
+            made.pop("tool_calls", None)  # templates ask whether there is a list, not whether it is empty
         if harmony and m.tool_calls and made["content"]:
             made.pop("reasoning_content", None)
         found.append(made)
