@@ -265,6 +265,18 @@ def test_an_answer_with_an_empty_list_of_calls_called_nothing() -> None:
     assert told(content="A fox", tool_calls=[]) == f"[user]{STORY[0]['content']}[assistant]A fox[user]So?"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [('{"x": 1}', "x=1"), ("", ""), (" ", ""), ("null", ""), ("{}", ""), ("[1]", "arguments=[1]"),
+     ('"so"', 'arguments="so"'), ('{"x": ', 'arguments={"x": '), ("5", "arguments=5")],
+)  # fmt: skip
+def test_arguments_of_earlier_calls_are_objects_for_templates(text: str, shown: str) -> None:
+    """Other arguments made every later turn a 400, and nothing that a client could add mended it."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    want = f"[user]{STORY[0]['content']}[assistant]calls: f({shown})[user]So?"
+    assert told(tool_calls=[call]) == want
+
+
 # ---- what is refused
 
 

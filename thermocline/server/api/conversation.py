@@ -64,11 +64,16 @@ def _part(part: schema.TextPart) -> str:
     return part.text
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments as an object, since many templates take it apart and fail at all else.
+
+    A text that is none becomes a part of one, as in the answers of /v1/messages.
+    """
     try:
-        return json.loads(text)
+        found = json.loads(text) if text.strip() else None
     except ValueError:
-        return text
+        found = text
+    return found if isinstance(found, dict) else {} if found is None else {"arguments": text}
 
 
 def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
