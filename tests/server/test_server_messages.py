@@ -223,7 +223,7 @@ def test_the_reason_of_an_end_is_told(puppet: Scripted, reason: str, stop: str |
     assert delta["delta"] == {"stop_reason": want, "stop_sequence": stop}
 
 
-@pytest.mark.parametrize("arguments", ["[1]", '"a"', '{"path": NaN}', '{"path": [1e999]}'])
+@pytest.mark.parametrize("arguments", ["[1]", "5", '{"path": NaN}', '{"path": [1e999]}'])
 def test_arguments_that_are_no_object_still_reach_the_client(puppet: Scripted, arguments: str) -> None:
     """Numbers that are not finite are no JSON: they were a 500."""
     puppet.engine.answer = [f'<tool_call>{{"name": "read", "arguments": {arguments}}}</tool_call>']

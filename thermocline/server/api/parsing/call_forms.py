@@ -80,7 +80,7 @@ def _named(given: Any) -> Call:
     arguments = given.get("arguments", given.get("parameters"))
     if not isinstance(name, str) or arguments is None:
         raise ValueError("not a call")
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return Call(name, _object(arguments) if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _loads(text: str) -> Any:
