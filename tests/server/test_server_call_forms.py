@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -111,6 +112,19 @@ def read(template: str, text: str, size: int = 7, tools: Any = SCHEMAS) -> list[
     parts = parser_of(AnswerFormat.of(template), tools=tools, thinking=False)
     pieces = shown(pieces_of(parts, text, size))
     return [(a, json.loads(b)) if a in SCHEMAS else (a, b) for a, b in pieces]
+
+
+def read_in(template: str, parts: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return the pieces of an answer that comes in these parts, neighbours of a text joined."""
+    parser = parser_of(AnswerFormat.of(template), tools=SCHEMAS, thinking=False)
+    pieces = [piece for part in parts for piece in parser.push(part)]
+    joined: list[tuple[str, Any]] = []
+    for kind, said in shown([*pieces, *parser.flush()]):
+        if kind == "content" and joined and joined[-1][0] == "content":
+            joined[-1] = (kind, joined[-1][1] + said)
+        else:
+            joined.append((kind, json.loads(said) if kind in SCHEMAS else said))
+    return joined
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -247,6 +261,44 @@ def test_a_text_that_may_be_something_else_is_that_where_it_is_written_so(text: 
     assert read(CASES["qwen3.5"][0], call, tools=tools) == [("add", {"a": value})]
 
 
+CODER = CASES["qwen3.5"][0]
+ADDED = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+UNOPENED: list[tuple[str, list[tuple[str, Any]]]] = [
+    (f"{ADDED}\n</tool_call>", [("add", {"a": 1})]),
+    (f"Well.\n\n{ADDED}", [("content", "Well.\n\n"), ("add", {"a": 1})]),
+    (f"{ADDED}</tool_call>\n{ADDED}\n", [("add", {"a": 1}), ("add", {"a": 1})]),
+    (f"{ADDED}\n<function=f.g>\n</function> </tool_call>", [("add", {"a": 1}), ("f.g", {})]),
+    (f"{ADDED}\n</tool_call>\n<tool_call>{ADDED}</tool_call>", [("add", {"a": 1}), ("add", {"a": 1})]),
+    (f"<tool_call>{ADDED}</tool_call>\n{ADDED}</tool_call>", [("add", {"a": 1}), ("add", {"a": 1})]),
+    (f"{ADDED}</tool_call></tool_call>", [("add", {"a": 1}), ("content", "</tool_call>")]),
+    (f"{ADDED}\n so", [("add", {"a": 1}), ("content", "\n so")]),
+    (f"{ADDED}\n</tool_", [("add", {"a": 1}), ("content", "\n</tool_")]),
+    (f"<tool_<{ADDED}", [("content", "<tool_<"), ("add", {"a": 1})]),
+    (f"<function=<tool_call>{ADDED}</tool_call>", [("content", "<function="), ("add", {"a": 1})]),
+    *((text, [("content", text)]) for text in (
+        "<function=sub>\n</function>\n</tool_call>", "See <function=add", "<function=add >x</function>",
+        ADDED.removesuffix("</function>"), "<function=add></tool_call>", "</function></tool_call>")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(UNOPENED)))
+def test_a_call_that_lacks_its_opening_mark_is_read_wherever_the_borders_are(case: int) -> None:
+    """Qwen3-Coder often begins at <function=NAME> and still writes the mark that closes a call."""
+    text, want = UNOPENED[case]
+    assert read(CODER, text, len(text)) == want
+    for first in range(len(text)):
+        for second in {first + 1, first + 5, len(text)}:
+            parts = (text[:first], text[first:second], text[second:])
+            assert read_in(CODER, parts) == want, (first, second)
+    assert read(CODER, text, 1) == want
+
+
+def test_a_call_without_its_opening_mark_is_text_where_no_tools_are_or_a_grammar_is() -> None:
+    assert read(CODER, f"{ADDED}\n</tool_call>", 3, None) == [("content", f"{ADDED}\n</tool_call>")]
+    bound = parser_of(AnswerFormat.of(CODER), tools=SCHEMAS, thinking=False, free=False)
+    assert pieces_of(bound, ADDED, 3) == [("content", ADDED)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_random_borders_change_nothing(name: str) -> None:
     """A stream of any answer, calls or not, says what the whole does."""
@@ -258,21 +310,13 @@ def test_random_borders_change_nothing(name: str) -> None:
         ]
         text = "".join(parts)
         whole = read(template, text, len(text) + 1)
-        pieces: list[Any] = []
-        parser = parser_of(AnswerFormat.of(template), tools=SCHEMAS, thinking=False)
+        pieces: list[str] = []
         at = 0
         while at < len(text):
             size = draw.choice([1, 2, 3, 10, 50])
-            pieces += parser.push(text[at : at + size])
+            pieces.append(text[at : at + size])
             at += size
-        pieces += parser.flush()
-        joined: list[Any] = []
-        for kind, said in shown(pieces):
-            if kind == "content" and joined and joined[-1][0] == "content":
-                joined[-1] = (kind, joined[-1][1] + said)
-            else:
-                joined.append((kind, json.loads(said) if kind in SCHEMAS else said))
-        assert joined == whole, text
+        assert read_in(template, pieces) == whole, text
 
 
 @pytest.mark.parametrize(

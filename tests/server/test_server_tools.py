@@ -240,6 +240,17 @@ def test_none_shows_no_tools_and_calls_none(puppet: Scripted) -> None:
     assert len(shown) > len(hidden), "the template writes how many tools there are"
 
 
+@pytest.mark.parametrize("asked", [{}, {"parallel_tool_calls": False}, {"response_format": OBJECT}])
+def test_a_call_without_its_mark_counts_only_where_no_grammar_is(asked: dict[str, Any]) -> None:
+    """A grammar takes it for text, so it would get around a condition on calls."""
+    with scripted(template=TEMPLATES["coder"]) as made:
+        made.engine.answer = ["<function=stop>\n</function>\n</tool_call>"]
+        body = {"messages": STORY, "tools": TOOLS, **asked}
+        got = httpx2.post(f"{made.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    assert got["finish_reason"] == ("stop" if asked else "tool_calls")
+    assert ("tool_calls" in got["message"]) == (not asked)
+
+
 # ---- earlier answers
 
 

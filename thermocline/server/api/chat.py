@@ -80,5 +80,6 @@ async def begin_chat(
     params = await given.apart(sampling)
     await api.check_grammar(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
     jobs = api.submit(model, api.prepare(model, ids, params, r.n or 1))
-    parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking)
+    free = params.grammar is None
+    parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking, free=free)
     return BegunChat(model, jobs, parser, len(ids))

@@ -95,14 +95,21 @@ class AnswerFormat:
 class AnswerParser(Parts):
     """The parser of one answer. `thinking`: the prompt ends within a thought."""
 
-    def __init__(self, format: AnswerFormat, *, tools: Schemas | None, thinking: bool) -> None:
-        """Make a parser. `tools`: the functions that the model is shown; None: calls are text."""
+    def __init__(
+        self, format: AnswerFormat, *, tools: Schemas | None, thinking: bool, free: bool = True
+    ) -> None:
+        """Make a parser. `tools`: the functions that the model is shown; None: calls are text.
+
+        `free`: no grammar made the answer, so a call may lack the mark that opens it.
+        """
         super().__init__()
         self._form, self._tools = format.call if tools is not None else None, tools or {}
         self._think = format.think
         form = format.call  # its marks are shown as text where there are no tools
         names = () if form is None else (form.opens, form.closes, *form.marks)
         self.marks = tuple(filter(None, (*THINK, *_tokens(format.think), *names)))
+        self._begins = () if self._form is None else self._form.begins(self._tools if free else ())
+        self._begun = ""  # how the present call begins, one of these
         self._state = "think" if thinking else "start"
         self._fresh = True  # no text yet, or none since the last mark
 
@@ -110,11 +117,9 @@ class AnswerParser(Parts):
         held, self._held = self._held, ""
         form = self._form
         if form is not None and self._state in ("call", "bare"):
-            return (
-                [("content", form.opens + held)]
-                if form.needs_close
-                else self._calls(form, held, form.opens + held)
-            )
+            whole = self._begun + held
+            return [("content", whole)] if form.needs_close else self._calls(form, held, whole)
+        self._state = "text" if self._state == "after" else self._state
         return [] if self.called and self._is_blank(held) else self._said(held)
 
     def _said(self, text: str) -> list[Piece]:
@@ -131,17 +136,20 @@ class AnswerParser(Parts):
                 return self._start()
             case "think":
                 assert self._think is not None
-                return self._until(self._think[1], "start" if self._form is BARE else "text", found)
-            case "text" if self._form is not None and self._form.opens:
-                return self._until(self._form.opens, "call", found)
-            case "call":
-                form = self._form
-                if form is None or form.closes is None or form.closes not in self._held:
+                if not self._until((self._think[1],), found):
                     return False
-                call, _, self._held = self._held.partition(form.closes)
-                found += self._calls(form, call, form.opens + call + form.closes)
-                self._state = "text"
+                self._state = "start" if self._form is BARE else "text"
                 return True
+            case "text" if self._form is not None and self._form.opens:
+                self._begun = self._until(self._begins, found)
+                self._state = "call" if self._begun else "text"
+                return bool(self._begun)
+            case "call":
+                assert self._form is not None
+                return self._call(self._form, found)
+            case "after":
+                assert self._form is not None and self._form.closes is not None
+                return self._after(self._form.closes)
             case "text":
                 found += self._said(self._held)
                 self._held = ""
@@ -166,17 +174,40 @@ class AnswerParser(Parts):
         self._state = "text"
         return True
 
-    def _until(self, mark: str, then: str, found: list[Piece]) -> bool:
-        before, met, after = self._held.partition(mark)
-        if met:
+    def _until(self, marks: Sequence[str], found: list[Piece]) -> str:
+        """Parse up to the first of the marks, and return it; "" if none is there yet."""
+        at, mark = min(((at, m) for m in marks if (at := self._held.find(m)) >= 0), default=(0, ""))
+        if mark:
+            before, self._held = self._held[:at], self._held[at + len(mark) :]
             found += [] if self._is_blank(before) else self._said(before)
-            self._held, self._state, self._fresh = after, then, True
-            return True
-        keep = len(before) - overlap(before, mark)
-        if not self._is_blank(before[:keep]):
-            found += self._said(before[:keep])
-            self._held, self._fresh = before[keep:], False
-        return False
+            self._fresh = True
+            return mark
+        keep = len(self._held) - max(overlap(self._held, m) for m in marks)
+        if not self._is_blank(self._held[:keep]):
+            found += self._said(self._held[:keep])
+            self._held, self._fresh = self._held[keep:], False
+        return ""
+
+    def _call(self, form: CallForm, found: list[Piece]) -> bool:
+        opened = self._begun == form.opens
+        closes = form.closes if opened or form.unopened is None else form.unopened[1]
+        if closes is None or closes not in self._held:
+            return False
+        call, _, self._held = self._held.partition(closes)
+        whole = self._begun + call + closes
+        found += self._calls(form, call if opened else whole, whole)
+        self._state = "text" if opened else "after"
+        return True
+
+    def _after(self, closes: str) -> bool:
+        """Drop the mark that closes a call which nothing opened, if that is what follows."""
+        rest = self._held.lstrip()
+        if rest.startswith(closes):
+            self._held = rest.removeprefix(closes)
+        elif closes.startswith(rest):
+            return False
+        self._state = "text"
+        return True
 
     def _calls(self, form: CallForm, text: str, else_: str) -> list[Piece]:
         """Return the calls in `text`; if it has none, return `else_` as content, so that no text is lost."""

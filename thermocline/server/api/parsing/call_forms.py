@@ -11,7 +11,7 @@ import re
 import secrets
 import string
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,14 @@ class CallForm:
     written: CallText  # so that a grammar can ask for calls
     marks: tuple[str, ...] = ()  # further special tokens whose names are read
     needs_close: bool = False  # a part of a call may look like a whole one
+    # How a call that lacks `opens` begins, with a function's name, and ends. `closes` may still follow.
+    unopened: tuple[str, str] | None = None
+
+    def begins(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the texts with which a call may begin, if these functions are there to be called."""
+        if self.unopened is None:
+            return (self.opens,)
+        return (self.opens, *(self.unopened[0].format(n) for n in names if _NAME.fullmatch(n)))
 
 
 # ---- JSON
@@ -366,7 +374,7 @@ BARE = CallForm(
 # What has more signs stands before what shares some of them.
 FORMS = (
     CallForm(("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _functions,
-             CallText(_FUNCTION_CALL, notation=_LINES)),
+             CallText(_FUNCTION_CALL, notation=_LINES), unopened=("<function={}>", "</function>")),
     CallForm(("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _pairs,
              CallText("$name~$arguments", notation=Notation(
                  "<arg_key>$key</arg_key>~<arg_value>$value</arg_value>~")), needs_close=True),

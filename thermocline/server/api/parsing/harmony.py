@@ -20,14 +20,14 @@ _BEGINNINGS = ("<|channel|>", "<|start|>", "<|constrain|>", _MESSAGE, "to=")
 _CHANNEL, _TO = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
 
-def parser_of(format: AnswerFormat, *, tools: Schemas | None, thinking: bool) -> Parts:
+def parser_of(format: AnswerFormat, *, tools: Schemas | None, thinking: bool, free: bool = True) -> Parts:
     """Return the parser of one answer. `thinking`: the prompt ends within a thought.
 
-    `tools`: the functions that the model is shown; None: calls are text.
+    `tools`: the functions that the model is shown; None: calls are text. `free`: no grammar made the answer.
     """
     if format.harmony:
         return HarmonyParser(tools=tools is not None)
-    return AnswerParser(format, tools=tools, thinking=thinking)
+    return AnswerParser(format, tools=tools, thinking=thinking, free=free)
 
 
 class HarmonyParser(Parts):
