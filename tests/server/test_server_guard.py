@@ -189,6 +189,25 @@ def test_a_page_that_was_allowed_may_ask_and_preflight(open_server: Running) -> 
     assert "access-control-allow-private-network" not in preflight.headers
 
 
+@pytest.mark.parametrize(
+    ("headers", "is_taken"),
+    [
+        ("authorization,content-type,x-stainless-lang,x-stainless-os", True),
+        ("anthropic-beta, anthropic-dangerous-direct-browser-access, content-type, x-api-key", True),
+        ("x-" + "a" * 2000, True), ("x-a\"b", False), ("x-a;b", False), ("x-\xe4", False), ("", False),
+    ],
+)  # fmt: skip
+def test_clients_in_an_allowed_page_may_send_headers_of_their_own(
+    open_server: Running, headers: str, is_taken: bool
+) -> None:
+    """The SDKs of OpenAI and Anthropic send some with every request: no browser let them."""
+    about = ("Access-Control-Request-Method: POST", f"Access-Control-Request-Headers: {headers}")
+    answer = open_server.ask(head("OPTIONS /v1/echo HTTP/1.1", "Origin: https://chat.example", *about))
+    usual = "anthropic-version, authorization, content-type, x-api-key"
+    assert (answer.status, answer.headers["vary"]) == (204, "Origin")
+    assert answer.headers["access-control-allow-headers"] == (headers if is_taken else usual)
+
+
 def test_a_host_is_one_of_our_names_exactly(open_server: Running) -> None:
     """C4: DNS rebinding makes a browser say the attacker's name."""
     port = open_server.port

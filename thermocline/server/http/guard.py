@@ -44,6 +44,8 @@ ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"c
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
 SURPLUS = "thermocline.surplus"  # key in the scope's state of a connection beyond the limit
 _HOST = re.compile(r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?")  # a name or an IPv6 address, and a port
+_USUAL_HEADERS = b"anthropic-version, authorization, content-type, x-api-key"
+_HEADER_NAMES = re.compile(rb"[\w!#$%&'*+.^`|~, -]{1,4096}")
 _LONGEST_LOG_LINE = 1000
 
 
@@ -315,7 +317,7 @@ class Guard:
         check_host(headers, self._access)
         exchange.allow_origin = check_origin(headers, self._access)
         if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
-            return await self._preflight(exchange)
+            return await self._preflight(exchange, headers)
         check_key(scope, headers, self._access)
         check_method(scope, self._methods)
         check_content(scope, headers, self._limits)
@@ -337,14 +339,16 @@ class Guard:
         finally:
             posted.done()
 
-    async def _preflight(self, exchange: Exchange) -> None:
+    async def _preflight(self, exchange: Exchange, headers: Headers) -> None:
         if exchange.allow_origin is None:
             raise Refusal(403, "Origin not allowed; add it with --allow-origin URL")
-        headers = [
+        # Clients send headers of their own: openai-js x-stainless-*, Anthropic's SDK anthropic-beta.
+        asked = headers.get(b"access-control-request-headers", b"")
+        allowed = [
             (b"access-control-allow-methods", ", ".join(METHODS).encode()),
-            (b"access-control-allow-headers", b"anthropic-version, authorization, content-type, x-api-key"),
+            (b"access-control-allow-headers", asked if _HEADER_NAMES.fullmatch(asked) else _USUAL_HEADERS),
         ]
-        await exchange.send({"type": "http.response.start", "status": 204, "headers": headers})
+        await exchange.send({"type": "http.response.start", "status": 204, "headers": allowed})
         await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
