@@ -182,6 +182,7 @@ SCHEMA = {
     "how",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "child", "schema": SCHEMA}}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"json_schema": SCHEMA},
         {"grammar": 'start: "{" NAME "," AGE "}"\nNAME: /"name": "(Tim|Lily)"/\nAGE: / "age": [1-9]/'},
     ],
@@ -202,6 +203,8 @@ def test_an_answer_is_what_its_grammar_says(server: Served, how: dict[str, Any])
         {"response_format": {"type": "json_schema"}}, {"grammar": "root ::= x"}, {"grammar": "start: ("},
         {"json_schema": {"type": "nothing"}}, {"json_schema": {"pattern": "(a+)+\\1", "type": "string"}},
         {"json_schema": SCHEMA, "grammar": 'start: "a"'}, {"grammar": "x" * 70000},
+        {"response_format": {"type": "text", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "schema": {"type": "nothing"}}},
     ],
 )  # fmt: skip
 def test_a_grammar_that_cannot_be_enforced_is_refused(server: Served, how: dict[str, Any]) -> None:

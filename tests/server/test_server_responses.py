@@ -80,6 +80,15 @@ def test_sampling_reaches_the_engine(puppet: Scripted) -> None:
     assert asked.grammar is not None and '"integer"' in asked.grammar.text
 
 
+@pytest.mark.parametrize("more", [{}, {"schema": {"type": "object", "default": None}}])
+def test_a_schema_of_an_object_reaches_the_engine(puppet: Scripted, more: dict[str, Any]) -> None:
+    """It was dropped without a word: {} fits any object."""
+    format = {"type": "json_object", **more}
+    assert post(puppet, text={"format": format}).json()["text"] == {"format": format}
+    grammar = puppet.engine.asked[-1].grammar
+    assert grammar is not None and ('"default"' in grammar.text) == bool(more)
+
+
 NAMED = {"type": "function", "name": "read"}
 
 

@@ -106,6 +106,9 @@ class JsonSchema(ApiObject):
 
 class AnyFormat(ApiObject):
     type: Literal["text", "json_object"]
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="of a json_object: llama.cpp's way to give a schema"
+    )
 
 
 class SchemaFormat(ApiObject):
@@ -372,8 +375,12 @@ def grammar_of(r: Sampling) -> Grammar | None:
     if r.json_schema is not None:
         asked.append(Grammar.json_schema(r.json_schema))
     match r.response_format:
-        case AnyFormat(type="json_object"):
-            asked.append(Grammar.json_object())
+        case AnyFormat(type="text", schema_=dict()):
+            raise UsageError(
+                "a format of type text takes no schema; give the type json_schema or json_object"
+            )
+        case AnyFormat(type="json_object", schema_=given):
+            asked.append(Grammar.json_schema(given) if given else Grammar.json_object())
         case SchemaFormat(json_schema=given):
             asked.append(Grammar.json_schema(given.schema_))
     if len(asked) > 1:

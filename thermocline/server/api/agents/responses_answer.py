@@ -180,7 +180,8 @@ def _about(r: ResponsesRequest) -> Event:
         "store": r.store is not False,
         "max_output_tokens": r.max_output_tokens, "max_tool_calls": None,
         "temperature": r.temperature, "top_p": r.top_p, "top_logprobs": 0, "truncation": "disabled",
-        "text": {"format": {"type": "text"} if config is None else config.model_dump(by_alias=True)},
+        "text": {"format": {"type": "text"} if config is None
+                 else config.model_dump(by_alias=True, exclude_none=True)},
         "reasoning": {"effort": effort, "summary": None},
         "metadata": r.metadata or {},
     }  # fmt: skip
