@@ -30,6 +30,9 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "a call": (THOUGHT + CALL + ARGUMENTS + "<|call|>", [("reasoning_content", "Let me <b>see</b>."),
                                                          ("add", ARGUMENTS)]),
     "a call without its end": (CALL.removeprefix("<|start|>assistant") + ARGUMENTS, [("add", ARGUMENTS)]),
+    "a call that is cut off": (CALL + '{"a": 1, "b', [("content", '{"a": 1, "b')]),
+    "a call that is cut off before its arguments": (THOUGHT + CALL, [("reasoning_content",
+                                                                      "Let me <b>see</b>.")]),
     "a call named before its channel": (
         f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", [("add", ARGUMENTS)]
     ),

@@ -233,6 +233,15 @@ def test_arguments_that_are_no_object_still_reach_the_client(puppet: Scripted, a
     assert json.loads(given) == call["input"] and list(call["input"]) == ["arguments"]
 
 
+def test_a_call_that_is_cut_off_in_harmony_is_no_call() -> None:
+    """It was a finished tool_use, whose input was a part of its arguments."""
+    head = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
+    with scripted(template=SHOWN + "{# <|channel|><|message|><|call|> #}") as made:
+        made.engine.answer, made.engine.reason = [head, '{"path": "a'], "length"
+        got = post(made, tools=[READ]).json()
+    assert (got["content"], got["stop_reason"]) == ([{"type": "text", "text": '{"path": "a'}], "max_tokens")
+
+
 def test_a_call_with_half_a_pair_of_surrogates_can_be_sent_back(puppet: Scripted) -> None:
     """It was a 500, and with OpenAI's APIs a conversation that was refused from then on."""
     puppet.engine.answer = [r'<tool_call>{"name": "read", "arguments": {"path": "\ud800!"}}</tool_call>']

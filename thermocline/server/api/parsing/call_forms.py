@@ -88,7 +88,7 @@ def _named(given: Any) -> Call:
     arguments = given.get("arguments", given.get("parameters"))
     if not isinstance(name, str) or arguments is None:
         raise ValueError("not a call")
-    return Call(name, _object(arguments) if isinstance(arguments, str) else json.dumps(arguments))
+    return Call(name, json_object(arguments) if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _loads(text: str) -> Any:
@@ -98,7 +98,7 @@ def _loads(text: str) -> Any:
         raise ValueError("too deep") from None
 
 
-def _object(text: str) -> str:
+def json_object(text: str) -> str:
     """Return a text that is a JSON object."""
     if not isinstance(_loads(text), dict):
         raise ValueError("not an object")
@@ -205,7 +205,7 @@ def _kimi(text: str, _schemas: Schemas) -> list[Call]:
     """Read functions.f:0 and JSON: Kimi-K2, whose template wants that whole name as the call's id again."""
 
     def call(id: str, name: str, given: str) -> Call:
-        return Call(name, _object(given), id if ":" in id else _new_id())
+        return Call(name, json_object(given), id if ":" in id else _new_id())
 
     return _some(call(*found) for found in _KIMI.findall(text))
 
@@ -215,7 +215,7 @@ def _deepseek(text: str, _schemas: Schemas) -> list[Call]:
 
     def call(name: str, given: str) -> Call:
         fenced = _FENCED.fullmatch(given)
-        return Call(fenced[1], _object(fenced[2])) if fenced else Call(name.strip(), _object(given))
+        return Call(fenced[1], json_object(fenced[2])) if fenced else Call(name.strip(), json_object(given))
 
     return _some(call(*found) for found in _DEEPSEEK.findall(text))
 
@@ -231,9 +231,9 @@ def _args(text: str, schemas: Schemas) -> list[Call]:
             raise ValueError("no name")
         id = (found[2] or "").strip()
         return (
-            Call(found[1], _object(found[3]), id)
+            Call(found[1], json_object(found[3]), id)
             if _MISTRAL_ID.fullmatch(id)
-            else Call(found[1], _object(found[3]))
+            else Call(found[1], json_object(found[3]))
         )
 
     return _some(call(part) for part in text.split("[TOOL_CALLS]"))
@@ -311,7 +311,7 @@ def _gemma(text: str, _schemas: Schemas) -> list[Call]:
         raise ValueError("a quote is open")
     parts[::2] = [_BARE_WORD.sub(_word, _BARE_KEY.sub(r'\1"\2":', part)) for part in parts[::2]]
     parts[1::2] = map(json.dumps, parts[1::2])
-    return [Call(found[1], _object("".join(parts)))]
+    return [Call(found[1], json_object("".join(parts)))]
 
 
 def _word(found: re.Match[str]) -> str:
@@ -344,7 +344,7 @@ def _behind_name(text: str, _schemas: Schemas) -> list[Call]:
     name, met, given = text.partition(">")
     if not (met and _NAME.fullmatch(name.strip())):
         raise ValueError("no function")
-    return [Call(name.strip(), _object(given))]
+    return [Call(name.strip(), json_object(given))]
 
 
 # ---- all forms

@@ -8,11 +8,12 @@ The analysis channel is thought. Others are content, unless they are to a functi
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from thermocline.engine.request import overlap
 from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Parts, Piece
-from thermocline.server.api.parsing.call_forms import Call, Schemas
+from thermocline.server.api.parsing.call_forms import Call, Schemas, json_object
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -45,6 +46,10 @@ class HarmonyParser(Parts):
         held, self._held = self._held, ""
         if self._body is None:  # a head without a message: text, if nothing came before it
             return [("content", held)] if held and self._first else []
+        if self._body.startswith("to "):
+            with contextlib.suppress(ValueError):
+                return self._said(json_object(held), whole=True)
+            self._body = "content"  # the answer was cut off within the call
         return self._said(held, whole=True)
 
     def _step(self, found: list[Piece]) -> bool:
