@@ -145,6 +145,7 @@ def test_claude_codes_header_is_not_part_of_the_prompt(puppet: Scripted) -> None
             {"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]},
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
         {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+        {"messages": [*HELLO, {"role": "assistant", "content": "{"}]},
         {"messages": []},
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"content": "x"}]},
@@ -247,7 +248,8 @@ def test_a_call_with_half_a_pair_of_surrogates_can_be_sent_back(puppet: Scripted
     puppet.engine.answer = [r'<tool_call>{"name": "read", "arguments": {"path": "\ud800!"}}</tool_call>']
     content = post(puppet, tools=[READ]).json()["content"]
     assert content[0]["input"] == {"path": "\ufffd!"}
-    assert post(puppet, messages=[*HELLO, {"role": "assistant", "content": content}]).status_code == 200
+    said = [*HELLO, {"role": "assistant", "content": content}, *HELLO]
+    assert post(puppet, messages=said).status_code == 200
 
 
 def test_messages_without_a_block_are_empty_ones(puppet: Scripted) -> None:
@@ -270,6 +272,15 @@ def test_tokens_are_counted_as_they_are_computed(puppet: Scripted) -> None:
     counted = httpx2.post(f"{puppet.url}/v1/messages/count_tokens", json=body, timeout=60).json()
     post(puppet, **body)
     assert counted == {"input_tokens": len(puppet.engine.prompts[-1])} and counted["input_tokens"] > 20
+
+
+def test_an_answer_may_be_the_last_message_where_tokens_are_counted(puppet: Scripted) -> None:
+    """A prefilled answer was closed and answered anew, without a word."""
+    said = [*HELLO, {"role": "assistant", "content": "So"}]
+    counted = httpx2.post(f"{puppet.url}/v1/messages/count_tokens", json={"messages": said}, timeout=60)
+    assert counted.status_code == 200 and counted.json()["input_tokens"] > 3
+    refused = post(puppet, messages=said).json()["error"]["message"]
+    assert refused.startswith("messages: the last one is the assistant's") and "\n" not in refused
 
 
 # ---- errors and keys

@@ -50,6 +50,7 @@ ASKED: list[tuple[dict[str, Any], bool]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, False),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, False),
 ]  # fmt: skip
+LAST = {"role": "user", "content": "a"}
 OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/completions", {"prompt": ["a"] * 64}, True),
     ("/v1/completions", {"prompt": ["a"] * 65}, False),
@@ -76,7 +77,7 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("/v1/responses", {"input": "a", "metadata": {"a" * 65: "b"}}, False),
     ("/v1/responses", {"input": "a", "metadata": {"a": "b" * 513}}, False),
     *(
-        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": role, "content": [block]}]}, want)
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": role, "content": [block]}, LAST]}, want)
         for role, block, want in (
             ("user", {"type": "tool_result", "tool_use_id": "a"}, True),
             ("user", {"type": "text", "text": "a"}, True),

@@ -11,6 +11,7 @@ from thermocline.server.api import schema
 from thermocline.server.api.agents import messages_schema as given
 from thermocline.server.api.agents.chat_parts import call, effort, named_tool, tool
 from thermocline.server.api.models.served import ServedModel
+from thermocline.server.http.refusal import Refusal
 
 PARAMS = {
     "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config",
@@ -31,6 +32,9 @@ def chat(r: given.CountTokensRequest, model: ServedModel) -> schema.ChatRequest:
     output = r.output_config or given.OutputConfig.model_construct()
     asked: dict[str, Any] = {}
     if isinstance(r, given.MessagesRequest):
+        if isinstance(r.messages[-1], given.AnswerMessage):
+            about = "the last one is the assistant's, and answers are not continued; end with a user's"
+            raise Refusal(400, f"messages: {about}", param="messages")
         asked = {
             "max_tokens": r.max_tokens, "stop": r.stop_sequences, "temperature": r.temperature,
             "top_p": r.top_p, "top_k": r.top_k, "stream": r.stream,
