@@ -288,6 +288,15 @@ def test_arguments_of_earlier_calls_are_objects_for_templates(text: str, shown: 
     assert told(tool_calls=[call]) == want
 
 
+@pytest.mark.parametrize(("effort", "shown"), [("low", "low"), ("xhigh", "high"), ("max", "high")])
+def test_efforts_above_high_are_high_for_templates(effort: str, shown: str) -> None:
+    """They were a 400 here, and high in the other two APIs."""
+    with scripted(template="{{ reasoning_effort }}") as made:
+        body = {"messages": STORY, "reasoning_effort": effort}
+        got = httpx2.post(f"{made.url}/v1/chat/completions", json=body, timeout=60)
+        assert got.status_code == 200 and prompt(made) == shown
+
+
 # ---- what is refused
 
 

@@ -85,7 +85,8 @@ def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
             param="chat_template_kwargs",
         )
     if r.reasoning_effort is not None:
-        found.setdefault("reasoning_effort", r.reasoning_effort)
+        most = r.reasoning_effort in ("xhigh", "max")  # templates know no more than high
+        found.setdefault("reasoning_effort", "high" if most else r.reasoning_effort)
     if offer.shown:
         found["tools"] = [{"type": "function", "function": _given(f)} for f in offer.shown]
     return found

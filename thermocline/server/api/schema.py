@@ -88,6 +88,11 @@ UNSUPPORTED = {
 }
 
 
+# How much a model should think, in all APIs of chats.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT = "of those above high, templates know high"
+
+
 class ApiObject(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED  # field -> what to do instead; 400 if given
@@ -250,7 +255,7 @@ class ChatRequest(Sampling):
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     chat_template_kwargs: Annotated[dict[str, Any], AtMost("limit_template_variables")] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = Field(None, description=EFFORT)
 
 
 def kind_of_prompts(given: Any) -> str:

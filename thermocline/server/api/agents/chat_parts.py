@@ -7,11 +7,6 @@ from typing import Any
 from thermocline.server.api import schema
 
 
-def effort(asked: str | None) -> Any:
-    """Return an effort as templates know it: there, high is the most."""
-    return "high" if asked in ("xhigh", "max") else asked
-
-
 def tool(
     name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
 ) -> schema.Tool:

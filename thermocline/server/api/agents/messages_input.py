@@ -9,7 +9,7 @@ from typing import Any
 
 from thermocline.server.api import schema
 from thermocline.server.api.agents import messages_schema as given
-from thermocline.server.api.agents.chat_parts import call, effort, named_tool, tool
+from thermocline.server.api.agents.chat_parts import call, named_tool, tool
 from thermocline.server.api.models.served import ServedModel
 from thermocline.server.http.refusal import Refusal
 
@@ -47,7 +47,7 @@ def chat(r: given.CountTokensRequest, model: ServedModel) -> schema.ChatRequest:
         tools=_tools(r.tools),
         tool_choice=_choice(choice),
         parallel_tool_calls=not (isinstance(choice, given.AnyTool) and choice.disable_parallel_tool_use),
-        reasoning_effort=effort(output.effort),
+        reasoning_effort=output.effort,
         chat_template_kwargs=None
         if r.thinking is None or switch is None
         else {switch: r.thinking.type != "disabled"},

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from thermocline.server.api.agents.responses_schema import of_kinds
-from thermocline.server.api.schema import SINGLE, UNSUPPORTED, ApiObject, AtMost, type_tag
+from thermocline.server.api.schema import EFFORT, SINGLE, UNSUPPORTED, ApiObject, AtMost, type_tag
 
 
 class TextBlock(ApiObject):
@@ -116,9 +116,7 @@ class OutputSchema(ApiObject):
 
 
 class OutputConfig(ApiObject):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="of those above high, templates know high"
-    )
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(None, description=EFFORT)
     format: OutputSchema | None = None
 
 

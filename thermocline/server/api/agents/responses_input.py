@@ -9,7 +9,7 @@ from typing import Any
 
 from thermocline.server.api import schema
 from thermocline.server.api.agents import responses_schema as given
-from thermocline.server.api.agents.chat_parts import call, effort, named_tool, tool
+from thermocline.server.api.agents.chat_parts import call, named_tool, tool
 from thermocline.server.http.refusal import Refusal
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # of `include`
@@ -110,7 +110,7 @@ def chat(r: given.ResponsesRequest, conversation: Sequence[schema.Message]) -> s
         tools=_tools(r.tools),
         tool_choice=_choice(r.tool_choice),
         parallel_tool_calls=r.parallel_tool_calls,
-        reasoning_effort=effort(config.effort),
+        reasoning_effort=config.effort,
         stream=r.stream,
     )
 

@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from thermocline.server.api.schema import SINGLE, UNSUPPORTED, AnyFormat, ApiObject, AtMost, type_tag
+from thermocline.server.api.schema import (
+    EFFORT,
+    SINGLE,
+    UNSUPPORTED,
+    AnyFormat,
+    ApiObject,
+    AtMost,
+    Effort,
+    type_tag,
+)
 
 
 class ItemPart(ApiObject):
@@ -143,9 +152,7 @@ class TextConfig(ApiObject):
 
 
 class ReasoningConfig(ApiObject):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="of those above high, templates know high"
-    )
+    effort: Effort | None = Field(None, description=EFFORT)
     summary: str | None = Field(None, description="ignored: thoughts are sent as they are")
 
 
