@@ -134,7 +134,7 @@ class Sampling(ApiObject):
     min_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, description="answers to each prompt, computed together")
     stop: Texts | None = None
-    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="-1: random; the answer's is told")
+    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="-1: random")
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     repeat_penalty: float | None = Field(None, gt=0, le=100)
