@@ -216,6 +216,18 @@ def test_generation_configs_end_tokens_win() -> None:
     assert spec_of(LLAMA | {"eos_token_id": None}).eos_ids == ()
 
 
+def test_keys_that_trainers_and_runtimes_leave_in_a_config_are_known() -> None:
+    """As published: SmolLM2's, and Phi-4 mini's, whose other values would change the arithmetic."""
+    smol: Json = {"is_llama_config": True, "rope_interleaved": False}
+    smol |= {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16", "q4f16": "float16"}}}
+    assert spec_of(LLAMA | smol) == spec_of(LLAMA)
+    mini = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}
+    assert spec_of(PHI3 | mini) == spec_of(PHI3)
+    for key, value in (("full_attn_mod", 2), ("interpolate_factor", 4), ("lm_head_bias", True)):
+        with pytest.raises(Unsupported, match=key):
+            spec_of(PHI3 | mini | {key: value})
+
+
 def test_a_model_without_norm_weights_gets_ones() -> None:
     tensors = mapping_of(OPT | {"layer_norm_elementwise_affine": False, "enable_bias": False}).tensors
     assert tensors["out_norm.weight"] == (SourceSlice(None, (64,)),)

@@ -348,6 +348,7 @@ def _phi3(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"partial_rotary_factor": None, "eos_token_id": 32000})
     keys.with_defaults({"original_max_position_embeddings": None})
     keys.raw("original_max_position_embeddings")  # longrope reads it
+    keys.require({"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False})  # Phi-4 mini's
     spec = read_spec(keys, stop, "phi3", partial=1.0, sliding_window=keys.integer_or_none("sliding_window"))
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for Phi-3")

@@ -29,7 +29,7 @@ IGNORED: dict[str, str] = {
         ("return_dict_in_generate", "chunk_size_feed_forward", "torchscript", "tokenizer_class"), _CODE
     ),
     **dict.fromkeys(("_attn_implementation_autoset", "_flash_attn_2_enabled", "unsloth_version"), _CODE),
-    **dict.fromkeys(("cache_implementation",), _CODE),
+    **dict.fromkeys(("cache_implementation", "transformers.js_config"), _CODE),
     **dict.fromkeys(("unsloth_fixed", "use_bfloat16", "tf_legacy_loss", "prefix", "finetuning_task"), _CODE),
     **dict.fromkeys(("torch_dtype", "dtype"), "each tensor says its own dtype"),
     **dict.fromkeys(("pad_token_id", "sep_token_id", "decoder_start_token_id"), "nothing is padded here"),
@@ -60,6 +60,7 @@ REQUIRED_VALUE: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
     "mlp_bias": (False,),
+    "is_llama_config": (True,),  # of the trainer that wrote SmolLM2
     "rope_interleaved": (False,),
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
