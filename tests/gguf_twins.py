@@ -433,7 +433,8 @@ def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
         w.add_sliding_window(config["sliding_window"])
         w.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
     if w.arch in ("stablelm", "gptneox"):
-        w.add_parallel_residual(config["use_parallel_residual"])
+        # llama.cpp's converter writes true of a StableLM whose config has no such key, as 1.6B's.
+        w.add_parallel_residual(config["use_parallel_residual"] or w.arch == "stablelm")
     if w.arch in ("command-r", "cohere2"):
         w.add_logit_scale(config["logit_scale"])
         w.add_string(f"{w.arch}.rope.scaling.type", "none")

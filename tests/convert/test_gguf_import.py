@@ -372,6 +372,67 @@ def test_gemmas_windows_without_a_pattern_are_llama_cpps(twin: Callable[[str], P
     assert Pack.open(tmp_path / "p").spec.window_layers is None  # of 3 layers every one: each sixth has none
 
 
+def test_a_gemma_2_of_the_first_weeks_has_the_caps_and_the_window_of_all_gemma_2s(
+    twin: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its file says none of them: llama.cpp, which wrote it, knew them."""
+    keys = ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
+
+    def without(w: Any) -> None:
+        for key in keys:
+            w.kv_data[0].pop(f"gemma2.{key}")
+
+    spec = read(gguf_twins.write(twin("gemma2"), tmp_path / "m.gguf", arch="gemma2", more=without))
+    assert (spec.attention_softcap, spec.logit_softcap, spec.sliding_window) == (50.0, 30.0, 4096)
+
+
+def a_hybrids(w: Any) -> None:
+    """Add what llama.cpp's converter writes of each Granite 4, with Mamba layers or none."""
+    layers, width = (w.kv_data[0][f"granite.{key}"].value for key in ("block_count", "feed_forward_length"))
+    heads = w.kv_data[0].pop("granite.attention.head_count_kv").value
+    w.add_head_count_kv([heads] * layers)
+    w.add_ssm_conv_kernel(4)
+    w.add_ssm_state_size(256)
+    w.add_ssm_group_count(1)
+    w.add_ssm_inner_size(1536)
+    w.add_ssm_time_step_rank(48)
+    w.add_rope_scaling_finetuned(True)
+    w.add_expert_count(0)
+    w.add_expert_used_count(0)
+    w.add_expert_shared_feed_forward_length(width)
+
+
+def test_a_granite_4_without_mamba_layers_is_a_granite(twin: Callable[[str], Path], tmp_path: Path) -> None:
+    older = gguf_twins.write(twin("granite"), tmp_path / "3.gguf", arch="granite")
+    newer = gguf_twins.write(twin("granite"), tmp_path / "4.gguf", arch="granite", more=a_hybrids)
+    assert read(newer) == read(older)
+
+
+def test_a_granite_whose_layers_differ_is_refused(twin: Callable[[str], Path], tmp_path: Path) -> None:
+    def uneven(w: Any) -> None:
+        heads = w.kv_data[0].pop("granite.attention.head_count_kv").value
+        w.add_head_count_kv([heads] * (w.kv_data[0]["granite.block_count"].value - 1) + [0])
+
+    path = gguf_twins.write(twin("granite"), tmp_path / "m.gguf", arch="granite", more=uneven)
+    with pytest.raises(Unsupported, match="head_count_kv differs between layers"):
+        read(path)
+
+
+def test_answers_end_with_tokens_that_a_file_has_and_no_key_names(
+    twin: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of Llama 3.1's three, files name one or two: a call of a tool went on past its end."""
+    tokens = [f"<{i}>" for i in range(twins.VOCAB)]
+    tokens[5], tokens[8], tokens[9] = "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"
+
+    def told(w: Any) -> None:
+        w.add_token_list(tokens)
+        w.kv_data[0].pop("tokenizer.ggml.eos_token_id")
+        w.add_eos_token_id(9)
+
+    assert read(gguf_twins.write(twin("llama"), tmp_path / "m.gguf", more=told)).eos_ids == (9, 5, 8)
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize(("family", "arch", "layers"), [("Gemma2", "gemma2", 46), ("Gemma3", "gemma3", 62)])
 def test_gemma_27bs_scale_of_scores_is_told_by_its_layers(

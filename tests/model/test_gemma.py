@@ -338,4 +338,4 @@ def test_a_gguf_s_answers_end_before_what_a_function_would_say(tmp_path: Path) -
         more=lambda w: w.add_array("tokenizer.ggml.tokens", tokens),
     )
     with GGUF(path) as file:
-        assert read_model(file)[0].eos_ids == (2, 9, 7)
+        assert read_model(file)[0].eos_ids == (2, 7, 9)

@@ -15,6 +15,11 @@ from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 
 ROPE_FACTORS = "rope_freqs.weight"
+# Tokens that end an answer, whatever the keys say: llama.cpp knows them by name.
+_ENDS = frozenset(
+    ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<|return|>")
+)
+_ENDS_OF_CALLS = frozenset(("<|eom_id|>", "<|call|>", "<|tool_response>"))
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -107,7 +112,7 @@ def common(k: GGUFKeys, *, mixture: bool = False, head_dim: int | None = None) -
         "vocab_size": _rows_of(k, "token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in k.gguf.tensors,
         "bos_token_id": _token(k, "bos"),
-        "eos_token_id": [i for i in (_token(k, n) for n in ("eos", "eot", "eom")) if i is not None] or None,
+        "eos_token_id": _ends(k),
     }
 
 
@@ -162,6 +167,15 @@ def _rows_of(k: GGUFKeys, tensor: str) -> int:
 def _token(k: GGUFKeys, which: str) -> int | None:
     key = f"tokenizer.ggml.{which}_token_id"
     return None if k.raw(key) is None else k.integer(key)
+
+
+def _ends(k: GGUFKeys) -> list[int] | None:
+    """Return the tokens that end an answer: those of the keys, then those known by name."""
+    said = (_token(k, which) for which in ("eos", "eot", "eom"))
+    tokens = k.raw("tokenizer.ggml.tokens")
+    ends = _ENDS | _ENDS_OF_CALLS
+    named = [i for i, t in enumerate(tokens) if t in ends] if isinstance(tokens, list) else []
+    return list(dict.fromkeys([*(i for i in said if i is not None), *named])) or None
 
 
 def rope(k: GGUFKeys, head_dim: int, *, partial: bool = False) -> Json:

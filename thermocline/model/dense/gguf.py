@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json
 from thermocline.model.gguf_metadata import GGUFKeys, biased, common, like_llama, near_layers, rope, window
@@ -20,8 +22,23 @@ def granite_scales(k: GGUFKeys, head_dim: int) -> Json:
 
 
 def granite(k: GGUFKeys) -> Json:
+    _without_mamba(k)
     config = like_llama(k, "GraniteForCausalLM")
     return {**config, **biased(k, "attention_bias"), **granite_scales(k, config["head_dim"])}
+
+
+def _without_mamba(k: GGUFKeys) -> None:
+    """Read the keys of a Granite 4 without Mamba layers: llama.cpp's converter writes a hybrid's for it."""
+    heads = k.raw(".attention.head_count_kv")
+    if isinstance(heads, list | np.ndarray) and len(heads) == k.integer(".block_count", low=1):
+        if len({int(x) for x in heads}) > 1:
+            raise Unsupported(f"{k.name}: attention.head_count_kv differs between layers")
+        k.replace(".attention.head_count_kv", int(heads[0]))
+    if not any(".ssm_" in name for name in k.gguf.tensors):
+        for part in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+            k.raw(f".ssm.{part}")
+    if not k.integer(".expert_count", default=0):
+        k.raw(".expert_shared_feed_forward_length")
 
 
 def olmo2(k: GGUFKeys) -> Json:
@@ -72,12 +89,14 @@ def starcoder2(k: GGUFKeys) -> Json:
 
 
 def stablelm(k: GGUFKeys) -> Json:
+    """Return StableLM's config. Its key of parallel halves says true of files whose model had no such key."""
     config = _layer_normed(k, "StableLmForCausalLM")
+    k.raw(".use_parallel_residual")
     return {
         **config,
         "use_qkv_bias": biased(k, "attention_bias")["attention_bias"],
         "qk_layernorm": "blk.0.attn_q_norm.weight" in k.gguf.tensors,
-        "use_parallel_residual": k.flag(".use_parallel_residual", False),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in k.gguf.tensors,
     }
 
 

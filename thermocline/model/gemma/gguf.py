@@ -80,7 +80,11 @@ def _cap(k: GGUFKeys, key: str) -> float | None:
 
 
 def gemma2(k: GGUFKeys) -> Json:
-    return _gemma(k, "Gemma2ForCausalLM", 46, 2)
+    """Return Gemma 2's config. Files of its first weeks lack three keys, whose values its reader knows."""
+    keys = {"attn_logit_softcapping": "", "final_logit_softcapping": "", "sliding_window": "attention."}
+    lacking = [name for name, part in keys.items() if k.raw(f".{part}{name}") is None]
+    config = _gemma(k, "Gemma2ForCausalLM", 46, 2)
+    return {name: value for name, value in config.items() if name not in lacking}
 
 
 def gemma3(k: GGUFKeys) -> Json:
@@ -116,7 +120,6 @@ def gemma4(k: GGUFKeys) -> Json:
         **_gemma4_experts(k),
         "architectures": ["Gemma4ForCausalLM"],
         "rms_norm_eps": k.number(".attention.layer_norm_rms_epsilon"),
-        "eos_token_id": _ends(k, config["eos_token_id"] or []),
         "layer_types": ["sliding_attention" if x else "full_attention" for x in near],
         "final_logit_softcapping": _cap(k, ".final_logit_softcapping"),
         "global_head_dim": full,
@@ -127,17 +130,6 @@ def gemma4(k: GGUFKeys) -> Json:
         "hidden_size_per_layer_input": k.integer(".embedding_length_per_layer_input", default=0),
         "vocab_size_per_layer_input": config["vocab_size"],
     }
-
-
-def _ends(k: GGUFKeys, said: list[int]) -> list[int] | None:
-    """Return the tokens that end an answer: those of the keys, and those that llama.cpp knows by name.
-
-    A call of a function ends before its response, which the model would go on to invent.
-    """
-    tokens = k.raw("tokenizer.ggml.tokens")
-    names = tokens if isinstance(tokens, list) else []
-    ends = [names.index(name) for name in ("<turn|>", "<|tool_response>") if name in names]
-    return list(dict.fromkeys((*said, *ends))) or None
 
 
 def _each(k: GGUFKeys, key: str, n: int) -> list[int]:

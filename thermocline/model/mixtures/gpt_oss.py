@@ -127,7 +127,6 @@ def laid(s: ModelSpec) -> bool:
 
 
 _CHOSEN = 3  # `expert_gating_func`: the softmax of the chosen logits
-_ENDS = ("<|return|>", "<|call|>")
 
 
 def gguf_config(k: GGUFKeys) -> Json:
@@ -142,16 +141,8 @@ def gguf_config(k: GGUFKeys) -> Json:
     if scaling["rope_type"] == "yarn":
         scaling = {**scaling, "truncate": False}
     width = k.integer(".expert_feed_forward_length", default=config["intermediate_size"], low=1)
-    own = {"intermediate_size": width, "rope_scaling": scaling, "eos_token_id": _ends(k, config)}
+    own = {"intermediate_size": width, "rope_scaling": scaling}
     return {**config, **experts(k, "num_local_experts"), **biased(k, "attention_bias"), **window(k), **own}
-
-
-def _ends(k: GGUFKeys, config: Json) -> list[int] | None:
-    """Return the tokens that end an answer: a call of a tool does so too, which no key says."""
-    known = k.raw("tokenizer.ggml.tokens")
-    tokens = known if isinstance(known, list) else []
-    found = [i for i, t in enumerate(tokens) if t in _ENDS]
-    return [*dict.fromkeys([*(config["eos_token_id"] or ()), *found])] or None
 
 
 def in_gguf(piece: SourceSlice, layer: str, part: str) -> SourceSlice | None:
