@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thermocline.cli.commands.plan import plan_text
 from thermocline.convert.synthetic import read_shape
 from thermocline.convert.synthetic_weights import activities
 from thermocline.engine.kv_cache import bytes_for, reserved_bytes
@@ -31,6 +32,7 @@ from thermocline.pack import predictor
 from thermocline.pack.activity_profile import Profile
 from thermocline.pack.pack import Pack
 from thermocline.plan import cost, hotness, planner
+from thermocline.plan import place as place_module
 from thermocline.plan import subject as subjects
 from thermocline.plan.further_gpus import among
 from thermocline.plan.hotness import Curve, Hotness
@@ -750,6 +752,41 @@ def test_a_described_gpu_can_be_left_out(thermocline: Run) -> None:
     args = ("plan", "tinyllama-1.1b", "--format", "q4_0", *KNOWN, "--json")
     off, none = (json.loads(thermocline(*args, *a).out) for a in (("--gpu", "off"), ("--vram", "0")))
     assert off["predicted"] == none["predicted"] and off["gpus"] == none["gpus"] == []
+
+
+def test_a_default_context_is_as_short_without_vram_as_without_a_gpu(thermocline: Run) -> None:
+    args = ("plan", "llama-2-7b", "--format", "q4_0", *KNOWN, "--ram", "2", "--json", "-q")
+    off, none = (thermocline(*args, *a) for a in (("--gpu", "off"), ("--vram", "0")))
+    assert off.code == none.code == 0, none.err
+    assert json.loads(off.out)["bytes"] == json.loads(none.out)["bytes"]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_refusal_says_where_a_model_would_fit_without_the_gpu(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a GPU nothing of Nemotron 3 Nano can be on disk: 8 GiB were asked for where 4 were enough."""
+    subject = subjects.of_shape("opt-6.7b", "q4_0", "exact", 0.0, Curve(None, 0.26))
+    without = planner.plan(subject.spec, subject.sizes, subject.hotness, CPU_ONLY, Ask(context=512))
+
+    def placed(subject: Any, tiers: Tiers, ask: Ask, *_: Any) -> Plan:
+        if ask.vram_bytes == 0 and fits:
+            return without
+        raise OutOfBudget("the smallest change that fits: --ram 8")
+
+    monkeypatch.setattr(place_module, "_placed", placed)
+    with pytest.raises(OutOfBudget) as e:
+        place_module.plan(subject, HIGH, Ask(context=512, vram_bytes=3 * GIB))
+    assert str(e.value).endswith("--ram 8 or --gpu off" if fits else "--ram 8")
+
+
+def test_the_table_has_a_row_for_each_part_of_the_bytes() -> None:
+    """Routers and experts' biases were in none: the rows ended 110 MiB before what they came to together."""
+    p = made(*relu(), CPU_ONLY)
+    parts = dict.fromkeys(("attention", "routers", "experts' biases", "the command's own", "a new part"), GIB)
+    shown = plan_text("m", "here", dataclasses.replace(p, bytes={"gpu": {}, "ram": parts, "disk": {}}), None)
+    for part, text in {**dict.fromkeys(parts, "1.00"), "together": "5.00"}.items():
+        assert re.search(rf"^{part} +{text} GiB", shown, re.MULTILINE), part
 
 
 @pytest.mark.oracle  # the stand-in computes with torch

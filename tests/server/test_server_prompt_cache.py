@@ -76,3 +76,5 @@ def test_a_plan_counts_what_a_run_takes(thermocline: Callable[..., Ran], tmp_pat
     part = planned["bytes"]["ram"]["prompt cache"]
     assert part == ran["placement"]["bytes"]["cpu"]["prompt cache"] <= 0.01 * 2**30 + 5 * 2**20
     assert "prompt cache" in thermocline("plan", *flags).out
+    more = thermocline("run", "-p", "Once", "-n", "1", "--prompt-cache", "1e5")
+    assert more.code == 5 and "GiB prompt cache" in more.err and "a smaller --prompt-cache" in more.err

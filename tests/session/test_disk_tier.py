@@ -220,13 +220,17 @@ def test_the_last_line_and_the_json_say_what_the_disk_did(wide_pack: Path, therm
     assert whole["cache_hit_rate"] is None and whole["disk"] is None
 
 
-def test_plan_says_before_what_run_does(wide_pack: Path, thermocline: Run) -> None:
-    """The same split to the byte, on this machine's own figures."""
-    ram = f"{budgets(wide_pack)[2]:.4f}"
-    plan = thermocline("plan", wide_pack, "--ram", ram, "--ctx", "512", "--threads", "2", "--json", "-q")
+@pytest.mark.parametrize("kept", [0.0, 0.002])
+def test_plan_says_before_what_run_does(kept: float, wide_pack: Path, thermocline: Run) -> None:
+    """The same split to the byte, on this machine's own figures, and with what a prompt cache may take."""
+    ram = f"{budgets(wide_pack)[2] + 2 * kept:.4f}"
+    asked = ("--ram", ram, "--ctx", "512", "--prompt-cache", kept)
+    plan = thermocline("plan", wide_pack, *asked, "--threads", "2", "--json", "-q")
     assert plan.code == 0, plan.err
     told = json.loads(plan.out)
-    with LLM(wide_pack, threads=2, context=512, max_batch=1, ram=float(ram), lazy=True) as llm:
+    assert ("prompt cache" in told["bytes"]["ram"]) == bool(kept)
+    sized: dict[str, Any] = {"context": 512, "max_batch": 1, "ram": float(ram), "prompt_cache": kept}
+    with LLM(wide_pack, threads=2, lazy=True, **sized) as llm:
         assert llm.session.arrangement is not None
         assert told["bytes"]["ram"] == llm.session.arrangement.parts
         assert [x["ram"] for x in told["layers"]] == [s.places for s in llm.session.arrangement.bundles]

@@ -226,10 +226,11 @@ def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> i
     def cache(tokens: int, context: int = context) -> int:
         return reserved_bytes(spec, tokens, context, PREFILL_CHUNK, needs.types)
 
+    prompts = prompt_cache_bytes(spec, needs.kept, needs.types)
+
     def others(context: int) -> int:
         scratch = scratch_bytes(spec, context=context, max_batch=needs.max_batch, threads=needs.threads)
-        rest = scratch + runtime_bytes(spec) + needs.beside
-        rest += prompt_cache_bytes(spec, needs.kept, needs.types)
+        rest = scratch + runtime_bytes(spec) + needs.beside + prompts
         return weights_bytes + state_bytes(spec, needs.max_batch) + rest
 
     def least(shorter: int) -> int:  # what a session of such a context needs
@@ -243,11 +244,13 @@ def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> i
         return at_least
     tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
     change = f"a context of at most {tokens}" if tokens > 0 else f"a smaller weight format ({SMALL}) or model"
+    change = f"a smaller --prompt-cache or {change}" if prompts else change
     change = f"--ram {gib_up(least(context))} or {change}" if needs.limit == "allowed" else change
     raise OutOfBudget(
         f"the model needs {size_up(least(context))} of memory ({size_up(weights_bytes)} weights, "
         f"{size_up(cache(at_least))} keys and values at context {context}, "
-        f"{size_up(others(context) - weights_bytes)} buffers), {size_down(available_bytes)} is "
+        f"{f'{size_up(prompts)} prompt cache, ' if prompts else ''}"
+        f"{size_up(others(context) - weights_bytes - prompts)} buffers), {size_down(available_bytes)} is "
         f"{needs.limit}; use {change}"
     )
 

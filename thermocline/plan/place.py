@@ -43,8 +43,24 @@ def plan(
     `whole`: also where a part of the FFNs would have to be left on disk, without a GPU. `further`: bytes that
     are free on GPUs beside the first.
     """
-    made = _placed(subject, tiers, ask, whole, further)
+    try:
+        made = _placed(subject, tiers, ask, whole, further)
+    except OutOfBudget as e:
+        if _fits_without_gpu(subject, tiers, ask, whole):
+            raise OutOfBudget(f"{e} or --gpu off") from None
+        raise
     return replace(made, further=tuple(further)) if further else made
+
+
+def _fits_without_gpu(subject: Subject, tiers: Tiers, ask: Ask, whole: bool) -> bool:
+    """Return whether a model that does not fit beside a GPU does without one: then more may be on disk."""
+    if tiers.gpu is None or ask.vram_bytes == 0:
+        return False
+    try:
+        _placed(subject, tiers, replace(ask, vram_bytes=0), whole, ())
+    except OutOfBudget:
+        return False
+    return True
 
 
 def _placed(subject: Subject, tiers: Tiers, ask: Ask, whole: bool, further: Sequence[int]) -> Plan:

@@ -41,7 +41,8 @@ GIB = 2**30
 TIERS = ("gpu", "ram", "disk")
 PARTS = (
     "embedding", "attention", "keys and values", "recurrent states", "prompt cache", "predictors", "neurons",
-    "gate rows", "up and down rows", "experts", "head", "buffers", "disk buffers", "runtime",
+    "gate rows", "up and down rows", "routers", "experts' biases", "experts", "head", "buffers",
+    "disk buffers", "runtime", "the command's own",
 )  # fmt: skip
 
 
@@ -154,7 +155,8 @@ def planned(o: PlanOptions, subject: Subject, machine: Machine) -> tuple[Machine
             f"{tiers.name}: a GPU keeps keys and values as f16, and {o.cache} is asked for;"
             " plan with --vram 0"
         )
-    contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, o.cache)
+    on_cpu = tiers.gpu is None or machine.vram_bytes == 0
+    contexts = contexts_for(subject.spec, o.ctx or None, ram if on_cpu else None, o.cache)
     for context in contexts:
         ask, last = ask_of(o, subject, context, machine.vram_bytes), context == contexts[-1]
         try:
@@ -325,7 +327,8 @@ def _byte_table(plan: Plan) -> str:
         del columns["gpu"]
         columns = {device: plan.placement.bytes.get(device, {}) for device in plan.allowed} | columns
     rows = [["", *(name.upper() for name in columns)]]
-    for part in PARTS:
+    known = dict.fromkeys([*PARTS, *(part for held in columns.values() for part in held)])
+    for part in known:
         if any(part in held for held in columns.values()):
             rows.append([part, *(size(held[part]) if part in held else "-" for held in columns.values())])
     rows.append(["together", *(size(sum(held.values())) for held in columns.values())])

@@ -20,10 +20,7 @@ from thermocline.plan.solver import Budget
 
 def stored_plan(p: Problem, c: Contents) -> Plan:
     """Return the plan of a CPU whose memory is too small. Raises OutOfBudget with a budget that is enough."""
-    kv = sum(p.kv_layer_bytes(i) for i in range(p.spec.n_layers))
-    runtime = p.fixed_ram(disk=False)["runtime"]
-    others = {"keys and values": kv, "buffers": p.scratch, "runtime": runtime}
-    a = arrange(c, p.ram, others)
+    a = arrange(c, p.ram, p.others())
     assert a.bytes <= p.ram, "a plan keeps its budget to the byte"
     predicted = tuple(stored_prediction(p, c, a, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
