@@ -399,6 +399,8 @@ def test_pack_inspect_verify(tiny_hf: Path, tmp_path: Path, thermocline: Run) ->
     assert thermocline("pack", tiny_hf, "-o", out, "--format", "q4_0", "--json").code == 0
     assert thermocline("pack", tiny_hf, "-o", out).code == 2
     assert thermocline("pack", tiny_hf, "-o", out, "--force").code == 0
+    again = thermocline("pack", out, "-o", f"{out}2", "--format", "q8_0")
+    assert again.code == 2 and "is a pack already" in again.err and again.err.count("\n") == 1
     about = json.loads(thermocline("inspect", out, "--json").out)
     assert (about["weight_format"], about["spec"]["dim"]) == ("q8_0", tiny.DIM)
     assert "ffn_dim" in thermocline("inspect", out).out

@@ -45,6 +45,11 @@ def pack(
         return pack_gguf(
             src, Path(dst), weight_format, overwrite=overwrite, progress=progress, activation=activation
         )
+    if (src / "pack.json").exists():
+        raise UsageError(
+            f"{src}: is a pack already; `thermocline pack {src} -o NAME.gguf` makes a GGUF of it, and "
+            "--format q4_0 or a smaller one a smaller pack"
+        )
     require_model_directory(src)
     read = read_config(src, activation)
     pack_directory(src, Path(dst), weight_format, read, predictors, overwrite=overwrite, progress=progress)
