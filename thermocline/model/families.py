@@ -177,6 +177,7 @@ _WRAPPER_KEYS = (
     *("audio_soft_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id", "eoa_token_id"),
     *("eoa_token_index", "audio_token_id", "vision_start_token_id", "vision_end_token_id"),
+    "language_model_only",
 )
 
 
@@ -331,7 +332,7 @@ def _qwen_window(keys: ConfigKeys) -> Json:
 
 def _qwen2(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen 2 and 2.5: a Llama with biases on q, k and v, and a sliding window in the later layers."""
-    keys.with_defaults({"bos_token_id": None, "eos_token_id": None})
+    keys.with_defaults({"bos_token_id": None, "eos_token_id": None}).require({"use_mrope": False})
     spec = read_spec(keys, stop, "qwen2", **_qwen_window(keys))
     return spec, tensors(spec, biases=("qkv",))
 
@@ -578,9 +579,10 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", mixtures.granite_moe_shared),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
     "PhimoeForCausalLM": Family("phimoe", mixtures.phimoe),
+    "PhiMoEForCausalLM": Family("phimoe", mixtures.phimoe),  # its makers' class, with the same tensors
     "Llama4ForCausalLM": Family("llama4_text", llama4.llama4),
     "Llama4ForConditionalGeneration": Family("llama4", llama4.llama4, text_type="llama4_text"),
-    "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
+    "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe, also="hunyuan"),
     "SmallThinkerForCausalLM": Family("smallthinker", smallthinker.smallthinker, reglu=True),
     "Qwen3NextForCausalLM": Family("qwen3_next", qwen.qwen3_next),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", qwen.qwen3_5),

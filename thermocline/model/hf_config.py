@@ -22,13 +22,18 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("residual_dropout", "embedding_dropout"), _TRAINING),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), _TRAINING),
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"), _TRAINING),
-    **dict.fromkeys(("initializer_range", "init_std", "pretraining_tp", "use_cache"), _TRAINING),
+    **dict.fromkeys(
+        ("initializer_range", "init_method", "init_std", "pretraining_tp", "use_cache"), _TRAINING
+    ),
     **dict.fromkeys(("_name_or_path", "transformers_version", "auto_map", "custom_pipelines"), _CODE),
     **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states", "output_scores"), _CODE),
     **dict.fromkeys(
         ("return_dict_in_generate", "chunk_size_feed_forward", "torchscript", "tokenizer_class"), _CODE
     ),
-    **dict.fromkeys(("_attn_implementation_autoset", "_flash_attn_2_enabled", "unsloth_version"), _CODE),
+    **dict.fromkeys(
+        ("_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "unsloth_version"),
+        _CODE,
+    ),
     **dict.fromkeys(("cache_implementation", "transformers.js_config"), _CODE),
     **dict.fromkeys(("unsloth_fixed", "use_bfloat16", "tf_legacy_loss", "prefix", "finetuning_task"), _CODE),
     **dict.fromkeys(("torch_dtype", "dtype"), "each tensor says its own dtype"),

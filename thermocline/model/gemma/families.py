@@ -50,6 +50,7 @@ def gemma2(keys: ConfigKeys, stop: Any) -> Read:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, **caps, "hidden_act": None})
     keys.raw("hidden_act")  # an older name, which transformers ignores too
+    keys.same("sliding_window", "sliding_window_size")
     return _gemma(keys, stop, "gemma2", 2)
 
 

@@ -143,6 +143,9 @@ def _check_quantised(keys: ConfigKeys) -> None:
     for key, only in _FP8.items():
         if group.with_defaults({key: None}).raw(key) != only:
             raise group.unsupported(key, f"is not supported, only {only}; fetch a GGUF of this model instead")
+    # "ue8m0": scales are powers of two, which says how the weights were quantised and inputs are.
+    if group.with_defaults({"scale_fmt": None}).raw("scale_fmt") not in (None, "ue8m0"):
+        raise group.unsupported("scale_fmt", "is not supported; fetch a GGUF of this model instead")
     group.with_defaults({"activation_scheme": None, "modules_to_not_convert": None})
     group.raw("activation_scheme"), group.raw("modules_to_not_convert")  # what they say of inputs; of names
     group.finish()

@@ -317,12 +317,13 @@ _PHIMOE = Names(
 def hunyuan_moe(keys: ConfigKeys, stop: Any) -> Read:
     """Hunyuan-A13B: a Llama with norms of q and k behind rope, and one shared expert."""
     keys.with_defaults({"moe_topk": None, "num_experts_per_tok": None, "moe_intermediate_size": None})
+    _each(keys.with_defaults({"num_shared_expert": 1}), "num_shared_expert")
     keys.require(_HUNYUAN_ONLY)
     for key in _HUNYUAN_UNUSED:
         keys.with_defaults({key: None}).raw(key)
     keys.same("head_dim", "attention_head_dim")
     keys.same("moe_topk", "num_experts_per_tok")
-    for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+    for key in ("moe_topk", "moe_intermediate_size"):
         _each(keys, key)
     width = keys.size("intermediate_size", "ffn_dim")
     if keys.raw("moe_intermediate_size") is None:
@@ -358,14 +359,23 @@ _HUNYUAN_ONLY: Json = {
     "position_embedding_xdrope": False,
     "group_limited_greedy": False,
     "use_rotary_pos_emb": True,
+    "routed_scaling_factor": 1.0,
+    "moe_drop_tokens": False,
+    "add_classification_head": False,
+    "xdrope_section": None,
 }
 
 
-# Tokens that text has no use for, and sizes of what the switches above turn off.
+# Tokens that text has no use for, sizes of what the switches above turn off, and of towers that A13B lacks.
 _HUNYUAN_UNUSED = (
     *("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "org_vocab_size", "cla_share_factor"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("n_group", "topk_group"),
+    *("n_group", "topk_group", "moe_random_routing_dropped_token"),
+    *("text_start_id", "text_end_id", "mask_init_id", "pad_id", "image_token_id", "video_start_id"),
+    *("video_end_id", "num_media_embeds", "anyres_pooling_size", "anyres_vit_max_image_size"),
+    *("anyres_vit_two_views", "dense_list", "class_num", "pool_type", "skip_cls_token"),
+    *("vit_add_patchemb_bias", "vit_input_resolution", "vit_mapping_type", "vit_norm_type", "vit_patch"),
+    *("vit_path", "vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm"),
 )
 
 

@@ -92,6 +92,8 @@ def nemotron_h(keys: ConfigKeys, stop: Any) -> Read:
     for key in _NEMOTRON_UNUSED:
         keys.with_defaults({key: None}).raw(key)
     unbounded_steps(keys)
+    keys.same("head_dim", "attention_head_dim")
+    keys.same("layer_norm_epsilon", "rms_norm_eps")
     blocks = _blocks(keys)
     keys.replace("num_hidden_layers", len(blocks))
     if "E" in blocks and "-" in blocks:

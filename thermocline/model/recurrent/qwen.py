@@ -47,9 +47,6 @@ def qwen3_5(keys: ConfigKeys, stop: Any) -> Read:
 
 def qwen3_5_moe(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen3.5 and 3.6's mixtures: their experts are two stacks, or tensors of their own."""
-    keys.with_defaults({"mlp_only_layers": None})
-    if keys.indices("mlp_only_layers"):
-        raise keys.unsupported("mlp_only_layers", "is not supported")
     spec = _spec(keys, stop, "qwen3.5-moe", **_experts(keys))
     made = _with_layers(tensors(spec, _MIXTURE), spec, keys, _apart)
     stacks = _stacks(spec)
@@ -59,10 +56,7 @@ def qwen3_5_moe(keys: ConfigKeys, stop: Any) -> Read:
 
 def qwen3_next(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen3-Next: what a group of heads reads is fused, group by group."""
-    keys.with_defaults({"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True})
     keys.require({"decoder_sparse_step": 1, "norm_topk_prob": True})
-    if keys.indices("mlp_only_layers"):
-        raise keys.unsupported("mlp_only_layers", "is not supported")
     keys.with_defaults({"intermediate_size": None}).raw("intermediate_size")  # of layers without experts
     spec = _spec(keys, stop, "qwen3-next", **_experts(keys))
     return spec, _with_layers(tensors(spec, _MIXTURE), spec, keys, _fused)
@@ -83,6 +77,11 @@ def _experts(keys: ConfigKeys) -> Json:
 def _spec(keys: ConfigKeys, stop: Any, architecture: str, **more: Any) -> ModelSpec:
     keys.with_defaults(_DEFAULTS)
     keys.require({"attn_output_gate": True, "attention_bias": False})
+    keys.with_defaults({"mlp_only_layers": None, "output_gate_type": None})
+    if keys.indices("mlp_only_layers"):
+        raise keys.unsupported("mlp_only_layers", "is not supported")
+    if keys.raw("output_gate_type") not in (None, "swish", "silu"):  # of the gated norm behind a DeltaNet
+        raise keys.unsupported("output_gate_type", "is not supported")
     for key in ("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"):
         keys.with_defaults({key: None}).raw(key)
     _without_grids(keys)

@@ -27,6 +27,7 @@ _DEFAULTS: Json = {
     "rope_layout": None,
     "sliding_window_layout": None,
     "sliding_window_size": None,
+    "moe_primary_router_apply_softmax": False,  # 4B's config leaves it out, and its code then means this
 }
 # Its code computes nothing else. These say so where a config has them.
 _ONLY: Json = {
