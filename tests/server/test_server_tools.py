@@ -262,10 +262,10 @@ ASKS = (
 )
 
 
-def told(**answer: Any) -> str:
+def told(*, template: str = ASKS, **answer: Any) -> str:
     """Return the prompt of a conversation that goes on after an answer."""
     said: Any = [*STORY, {"role": "assistant", **answer}, {"role": "user", "content": "So?"}]
-    with scripted(template=ASKS) as made:
+    with scripted(template=template) as made:
         got = httpx2.post(f"{made.url}/v1/chat/completions", json={"messages": said}, timeout=60)
         assert got.status_code == 200, got.text
         return prompt(made)
@@ -295,6 +295,21 @@ def test_efforts_above_high_are_high_for_templates(effort: str, shown: str) -> N
         body = {"messages": STORY, "reasoning_effort": effort}
         got = httpx2.post(f"{made.url}/v1/chat/completions", json=body, timeout=60)
         assert got.status_code == 200 and prompt(made) == shown
+
+
+@pytest.mark.parametrize(
+    "written", ["'{' + a + '}'", "a + ''", "'' ~ a", "a", "a | string", "a | tojson", "('%s' % a)"]
+)
+def test_arguments_of_earlier_calls_are_json_where_a_template_writes_them_as_a_text(written: str) -> None:
+    """DeepSeek V3's and R1's templates join them to texts: any conversation with a call was a 400."""
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+        f"<{{{{ {written} }}}}>{{% endfor %}}{{% endfor %}}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": "é", "y": [null]}'}}
+    want = '{"x": "é", "y": [null]}'
+    want = f"{{{want}}}" if "{" in written else want
+    assert told(template=template, tool_calls=[call]) == f"<{want}>"
 
 
 # ---- what is refused

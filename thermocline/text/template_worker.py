@@ -85,6 +85,8 @@ class TracedText(str):
         return (self[i] for i in range(len(self)))
 
     def __add__(self, other: str) -> TracedText:
+        if not isinstance(other, str):
+            return NotImplemented
         return TracedText(super().__add__(other), self._mask + _mask_of(other))
 
     def __radd__(self, other: str) -> TracedText:
@@ -272,9 +274,29 @@ def _join(context: Any, value: Iterable[Any], d: str = "", attribute: str | int 
 Reply = dict[str, Any]
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments. Many templates take them apart; DeepSeek's and others join them to a text, as JSON.
+
+    It has no attribute of its own: a template would find that in place of an argument.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
 def message_of(message: Reply, i: int) -> Reply:
     role = message["role"]
     marked = spoken(message, SPOKEN + i % ANSWERS) if role == "assistant" else message
+    for call in marked.get("tool_calls") or ():
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = Arguments(function["arguments"])
     return {**marked, "role": own(role) if role in ROLES else role}
 
 
