@@ -31,7 +31,7 @@ FIND: dict[str, Any] = {
     "properties": {
         "text": {"type": "string", "description": "What to look for."},
         "mode": MODES,
-        "code": {"type": "string", "pattern": "^[A-Z]{2}(/|-)[0-9]+$|^none"},
+        "code": {"type": "string", "pattern": r"^[A-Z]{2}(/|-)[0-9]+[/\/.\n]?$|^none"},
         "short": {"type": "string", "minLength": 2, "maxLength": 6},
         "day": {"type": "string", "format": "date"},
         "most": {"type": "integer", "minimum": 3, "maximum": 40},

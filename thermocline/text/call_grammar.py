@@ -353,13 +353,18 @@ def _searched(pattern: str) -> str:
         if piece == "|" and not depth:
             ways.append("")
         else:
-            ways[-1] += r"\/" if piece == "/" else piece.replace("\n", r"\n")
+            ways[-1] += re.sub(r"\\.|/", _escaped, piece, flags=re.DOTALL).replace("\n", r"\n")
     made = []
     for way in ways:
         begin = "" if way.startswith("^") else ".*"
         end = "" if re.search(r"(?<!\\)(\\\\)*\$$", way) else ".*"
         made.append(begin + "(" + way[not begin : len(way) - (not end)] + ")" + end)
     return "|".join(made)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a slash as an escape, also one within a class: it would end the pattern."""
+    return r"\/" if found[0] == "/" else found[0]
 
 
 def _whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
