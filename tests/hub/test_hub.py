@@ -288,6 +288,7 @@ def test_a_hub_that_does_not_tell_pull_requests_changes_nothing(
 
 
 QUANTS = ["m.Q4_K_M.gguf", "m.Q4_K_S.gguf", "m.Q8_0.gguf", "mmproj-m.gguf"]
+UNSLOTH = ["m-UD-Q4_K_XL.gguf", "m-UD-TQ1_0.gguf", "m-mxfp4.gguf", "m-MXFP4_MOE.gguf"]
 SPLIT = [f"big/m-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]
 
 
@@ -296,10 +297,13 @@ SPLIT = [f"big/m-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]
     [
         *(("Q4_K_M", QUANTS[:1]), ("q8_0", QUANTS[2:3]), ("m.Q4_K_S.gguf", QUANTS[1:2])),
         *(("BF16", SPLIT), (SPLIT[0], SPLIT), ("big/m-BF16.gguf", SPLIT)),
+        *(("UD-Q4_K_XL", UNSLOTH[:1]), ("q4_k_xl", UNSLOTH[:1]), ("UD-TQ1_0", UNSLOTH[1:2])),
+        *(("TQ1_0", UNSLOTH[1:2]), ("MXFP4", UNSLOTH[2:3]), ("mxfp4_moe", UNSLOTH[3:])),
     ],
 )
 def test_a_quant_or_file_is_all_that_is_fetched(choice: str, fetched: list[str], hub: Hub) -> None:
-    hub.repos["org/name"] = Repo({f: GGUF + f.encode() for f in [*QUANTS, *SPLIT, "config.json"]})
+    files = [*QUANTS, *SPLIT, *UNSLOTH, "config.json"]
+    hub.repos["org/name"] = Repo({f: GGUF + f.encode() for f in files})
     got = download.locate(f"org/name:{choice}")
     assert got.as_posix().endswith(fetched[0])
     snapshot = names.Name("org/name").folder / "snapshots" / hub.repos["org/name"].commit

@@ -34,7 +34,9 @@ _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+ -]*(?:/[A-Za-z0-9_][A-Za-z0-9._+ -]*){0,3}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_QUANT = re.compile(r"(?:^|[-._/])((?:I?Q\d\w*?|F16|F32|BF16|FP16)(?:_[0-9A-Z]+)*)(?=[-./]|$)", re.IGNORECASE)
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:[IT]?Q\d\w*?|MXFP4|F16|F32|BF16|FP16)(?:_[0-9A-Z]+)*)(?=[-./]|$)", re.IGNORECASE
+)
 # PowerInfer's neuron counts, beside its GGUF. They are pickles, of which only the numbers are read.
 _COUNTS = re.compile(r"activation/activation_\d{1,4}\.pt")
 
@@ -223,7 +225,10 @@ def _chosen(model: str, parts: list[str], choice: str) -> bool:
     names = {model, *parts}
     if choice.endswith(".gguf"):
         return any(choice in (n, n.rpartition("/")[2]) for n in names)
-    return quant(model) == choice.upper()
+    if quant(model) == choice.upper():
+        return True
+    # Unsloth's UD-Q4_K_XL: what the name ends with.
+    return re.search(rf"[-._/]{re.escape(choice)}\.gguf$", model, re.IGNORECASE) is not None
 
 
 def shards(snapshot: Path) -> list[str]:
