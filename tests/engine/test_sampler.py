@@ -242,6 +242,10 @@ def test_logits_that_are_not_numbers_are_a_numerical_error(bad: float) -> None:
 def test_no_temperature_overflows(temperature: float) -> None:
     token = Sampler(SamplingParams(temperature=temperature, seed=0), 1000).sample(noise())
     assert 0 <= token < 1000
+    everything: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "logit_bias": {3: -math.inf}}
+    params = SamplingParams(temperature=temperature, seed=1, **everything)
+    token = Sampler(params, 50_000).sample(noise(vocab=50_000))
+    assert 0 <= token < 50_000 and token != 3
 
 
 @pytest.mark.parametrize(
@@ -294,6 +298,7 @@ def test_a_huge_bias_is_the_largest(value: float) -> None:
         ("logit_bias", {-1: 0.0}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: 10**400}),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:

@@ -70,7 +70,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or token < 0:
                 raise UsageError(f"logit_bias has the token {token!r}; tokens are integers from 0")
-            if math.isnan(bias) or bias == math.inf:
+            if bias != -math.inf and not abs(bias) <= sys.float_info.max:
                 raise UsageError(
                     f"logit_bias[{token}] is {bias}; it must be a number, or -inf to ban the token"
                 )
@@ -192,7 +192,8 @@ def _bins(x: F32, peak: float, temperature: float) -> tuple[NDArray[np.int16], F
     x is processed in pieces of `BLOCK`: new memory for all of x costs more than the exponentials.
     """
     top = float(x.max())
-    depth = min(top - float(x.min()), max(DEEPEST * temperature, 1e-30))  # banned tokens are at -inf
+    # Banned tokens are at -inf, which a temperature of 1e307 would let through: DEEPEST of it is inf, too.
+    depth = min(top - float(x.min()), max(DEEPEST * temperature, 1e-30), sys.float_info.max)
     bins, sums = np.empty(len(x), np.int16), np.zeros(BINS)
     for i in range(0, len(x), BLOCK):
         part = x[i : i + BLOCK]
