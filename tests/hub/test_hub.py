@@ -216,6 +216,40 @@ def test_shards_are_those_of_the_index(hub: Hub) -> None:
     assert pull("org/name") == got == names.find(names.Name("org/name"))
 
 
+def as_another_tool_left_it(path: Path) -> None:
+    """Transformers' AutoModel alone fetches no tokenizer, nor what says how an embedder pools."""
+    (path / "tokenizer.json").unlink()
+    shutil.rmtree(path.parents[1] / ".thermocline")
+
+
+def test_what_another_tool_fetched_in_part_is_completed_once(
+    hub: Hub, tiny_hf: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.repos["org/name"] = model(tiny_hf)
+    got = pull("org/name")
+    as_another_tool_left_it(got)
+    hub.requests.clear()
+    assert download.locate("org/name") == got and (got / "tokenizer.json").exists()
+    assert "model.safetensors" not in hub.sent()
+    hub.requests.clear()
+    assert download.locate("org/name") == got and hub.requests == []
+    as_another_tool_left_it(got)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert download.locate("org/name") == got and "may not be all" in caplog.text
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert download.locate("org/name") == got
+
+
+def test_a_newer_version_is_not_fetched_for_what_another_tool_left_out(hub: Hub, tiny_hf: Path) -> None:
+    repo = hub.repos["org/name"] = model(tiny_hf)
+    got = pull("org/name")
+    as_another_tool_left_it(got)
+    hub.repos["org/name"] = Repo({**repo.files, "model.safetensors": b"newer"})
+    with pytest.raises(IOFailure):  # this stand-in keeps no older version
+        pull(f"org/name@{repo.commit}")
+    assert download.locate("org/name") == got and not hub.sent().count("model.safetensors") > 1
+
+
 def test_two_pulls_at_once_fetch_each_file_once(hub: Hub, tiny_hf: Path, tmp_path: Path) -> None:
     repo = hub.repos["org/name"] = model(tiny_hf)
     command = [sys.executable, "-P", "-m", "thermocline", "pull", "org/name"]

@@ -8,16 +8,19 @@ interrupted update leaves the previous version in use.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from thermocline.errors import BadFile, IOFailure, UsageError
 from thermocline.hub import names
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # ("downloading", bytes done, bytes in all)
 GIB = 2**30
@@ -41,7 +44,17 @@ def locate(model: str | os.PathLike[str], progress: Progress | None = None) -> P
     name = names.parse(model)
     if name is None:
         return Path(model)
-    return names.find(name) or pull(name, progress)
+    found, commit = names.find(name), names.commit_of(name)
+    if found is None or commit is None:
+        return pull(name, progress)
+    if names.listed(name, commit) or names.offline():
+        return found
+    # Another tool fetched it, perhaps in part: transformers leaves out tokenizers and poolings unless asked.
+    try:
+        return pull(replace(name, revision=commit), progress)
+    except IOFailure as e:
+        log.warning(f"{e}; what is in the cache is used, and may not be all")
+        return found
 
 
 def pull(name: names.Name, progress: Progress | None = None) -> Path:
@@ -116,6 +129,7 @@ class _Pull:
                     "try another revision"
                 )
             self._fetch(parts)
+        self._list()
         self._refer()
         return names.model_in(self._snapshot, files)
 
@@ -232,14 +246,19 @@ class _Pull:
 
         return Meter
 
+    def _list(self) -> None:
+        _write(names.list_of(self._name, self._commit), "\n".join(sorted(self._files)))
+
     def _refer(self) -> None:
-        if self._name.revision == self._commit:
-            return
-        ref = self._name.folder / "refs" / self._name.revision
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        new = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
-        new.write_text(self._commit, encoding="ascii")
-        os.replace(new, ref)
+        if self._name.revision != self._commit:
+            _write(self._name.folder / "refs" / self._name.revision, self._commit)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
 
 
 def _is_size(n: Any) -> bool:

@@ -118,20 +118,38 @@ def offline() -> bool:
 
 
 def find(name: Name) -> Path | None:
-    """Return the model's path if all of it is in the cache. This makes no request."""
-    commit: str | None = name.revision
-    if not COMMIT.fullmatch(name.revision):
-        commit = _read_ref(name.folder / "refs" / name.revision)
+    """Return the model's path if all of it is in the cache, as far as is known. This makes no request."""
+    commit = commit_of(name)
     if commit is None:
         return None
     snapshot = name.folder / "snapshots" / commit
     there = {p.relative_to(snapshot).as_posix() for p in snapshot.glob("**/*") if p.is_file()}
     try:
-        files = wanted(name, there)
-        complete = INDEX not in files or set(shards(snapshot)) <= there
+        files = wanted(name, listed(name, commit) or there)
+        complete = set(files) <= there and (INDEX not in files or set(shards(snapshot)) <= there)
     except (BadFile, IOFailure, Unsupported, UsageError):
         return None
     return model_in(snapshot, files) if complete else None
+
+
+def commit_of(name: Name) -> str | None:
+    """Return the commit that a name stands for in the cache."""
+    return (
+        name.revision if COMMIT.fullmatch(name.revision) else _read_ref(name.folder / "refs" / name.revision)
+    )
+
+
+def list_of(name: Name, commit: str) -> Path:
+    """Return the file that lists what a repository has. Other tools fetch a part of it, and leave no list."""
+    return name.folder / ".thermocline" / commit
+
+
+def listed(name: Name, commit: str) -> frozenset[str]:
+    """Return the repository's files; none: nobody has asked for them."""
+    try:
+        return frozenset(list_of(name, commit).read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return frozenset()
 
 
 def _read_ref(path: Path) -> str | None:
