@@ -328,8 +328,24 @@ def test_a_file_that_may_not_be_read_is_an_io_failure(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Path) -> None:
     byte_level(tmp_path)
-    with pytest.raises(BadFile, match="has the token 261, but the model's tokens are 0 to 199"):
+    with pytest.raises(BadFile, match="has the token 259, but the model's tokens are 0 to 199"):
         Tokenizer(tmp_path, dataclasses.replace(SPEC, vocab_size=200))
+
+
+def test_added_tokens_that_the_model_lacks_stay_text(tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPEC, vocab_size=261)
+    tok = Tokenizer(byte_level(tmp_path), spec)
+    assert [t.id for t in tok.added] == [0, 1, 260]
+    twin = tok.renamed({"<s>": "<one>"}, "<filler>")
+    for ids in (tok.encode("é日</s>", parse_special=True), twin("é日".encode())):
+        assert max(ids) < 260 and tok.decode(ids) == "é日"
+    path = tmp_path / "tokenizer.json"
+    around = {"type": "RobertaProcessing", "sep": ["é日", 261], "cls": ["<s>", 0], "trim_offsets": True}
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"post_processor": around | {"add_prefix_space": False}})
+    )
+    with pytest.raises(BadFile, match="puts the token 261 around texts"):
+        Tokenizer(tmp_path, spec)
 
 
 def test_vocabulary_and_eos_are_the_models(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Js
     tokens as the model has, so missing ones are added as unused. A tokenizer that the keys cannot express
     is kept whole under a key that llama.cpp and PowerInfer do not read.
     """
-    library = TokenizerProcess(FilesOfDirectory(path.parent))
+    library = TokenizerProcess(FilesOfDirectory(path.parent), vocab_size)
     original: Json = json.loads(library.canonical())
     library.close()
     keys = {f"tokenizer.ggml.{k}": v for k, v in _keys(original, bos, eos).items()}

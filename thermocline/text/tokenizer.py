@@ -27,8 +27,9 @@ class Tokenizer:
         """`source`: the files, or the directory that they are in."""
         files = small_files(source)
         name = files.label(FILE)
+        size = None if spec is None else spec.vocab_size
         ends = () if spec is None else tuple(i for i in (spec.bos_id, *spec.eos_ids) if i is not None)
-        self._process = found = TokenizerProcess(files, ends)  # control tokens, whatever the file says
+        self._process = found = TokenizerProcess(files, size, ends)  # control tokens, whatever the file says
         highest = found.size - 1
         if spec is not None and highest >= spec.vocab_size:
             found.close()

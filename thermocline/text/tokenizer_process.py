@@ -21,6 +21,7 @@ WORKER = "thermocline.text.tokenizer_worker"
 FILE = "tokenizer.json"
 WAIT_S_PER_BYTE = 2e-5
 MAX_BYTES = 256 << 20  # the largest known (vocabulary 262144) has 33 MB
+_ANY_SIZE = (1 << 32) - 1
 _ERRORS = {e.__name__: e for e in (BadFile, Unsupported, UsageError)}
 
 
@@ -40,9 +41,13 @@ class Added:
 class TokenizerProcess:
     """The process of one tokenizer.json. Safe to use from several threads."""
 
-    def __init__(self, files: SmallFiles, ends: Sequence[int] = ()) -> None:
-        """`ends`: tokens that begin or end a text; those that look like control tokens count as such."""
+    def __init__(self, files: SmallFiles, size: int | None = None, ends: Sequence[int] = ()) -> None:
+        """`size`: of the model's vocabulary, beyond which added tokens are dropped: they stay text.
+
+        `ends`: tokens that begin or end a text; those that look like control tokens count as such.
+        """
         self._files, self._name = files, files.label(FILE)
+        self._most = _ANY_SIZE if size is None else size
         self._control_ids = array("I", ends).tobytes()
         self._facts = b""
         self._twins: list[bytes] = []
@@ -61,7 +66,7 @@ class TokenizerProcess:
 
     def _begin(self, ask: Ask) -> None:
         """Send a new process the file, then the twins."""
-        ends = struct.pack("=I", len(self._control_ids)) + self._control_ids
+        ends = struct.pack("=II", self._most, len(self._control_ids)) + self._control_ids
         facts = self._done(ask(b"L" + ends + self._read()))
         if self._facts and facts != self._facts:
             raise BadFile(f"{self._name}: was replaced while in use; open the model again")

@@ -42,9 +42,9 @@ class Unwritable(Exception):
 class Loaded:
     """A tokenizer and its twins."""
 
-    def __init__(self, data: bytes, ends: Iterable[int]) -> None:
-        """`ends`: tokens that begin or end a text, whatever the file says about them."""
-        self.tok = tok = _library(data)
+    def __init__(self, data: bytes, size: int, ends: Iterable[int]) -> None:
+        """`size`: of the model's vocabulary. `ends`: tokens that begin or end a text."""
+        self.tok = tok = _within(_library(data), size)
         vocabulary: dict[str, int] = tok.get_vocab(with_added_tokens=True)
         self._highest = check_tokens(vocabulary)
         self._names = [""] * (self._highest + 1)
@@ -161,6 +161,23 @@ def _library(data: bytes) -> Any:
     return tok
 
 
+def _within(tok: Any, size: int) -> Any:
+    """Return the tokenizer without the added tokens that a model of `size` tokens lacks.
+
+    Gemma 3 1B shares its file with larger models: <image_soft_token> is one beyond its own.
+    """
+    if any(i >= size for i in tok.get_added_tokens_decoder()):
+        state = json.loads(tok.to_str())
+        state["added_tokens"] = [t for t in state["added_tokens"] if t["id"] < size]
+        tok = Tokenizer.from_str(json.dumps(state))
+    for token in tok.encode("", add_special_tokens=True).ids:
+        if token >= size:
+            raise UnusableTokenizer(
+                f"puts the token {token} around texts, but the model's are 0 to {size - 1}"
+            )
+    return tok
+
+
 def _state(part: Any) -> Any:
     return None if part is None else json.loads(part.__getstate__())
 
@@ -203,8 +220,8 @@ class TokenizerWorker:
 
     def _answer(self, what: bytes, given: bytes) -> bytes:
         if what == b"L":
-            (size,) = struct.unpack_from("=I", given)
-            self._loaded = Loaded(given[4 + size :], array("I", given[4 : 4 + size]))
+            size, ends = struct.unpack_from("=II", given)
+            self._loaded = Loaded(given[8 + ends :], size, array("I", given[8 : 8 + ends]))
             return self._loaded.facts()
         assert self._loaded is not None, "the first request"
         if what == b"E":
