@@ -114,16 +114,20 @@ def test_the_chat_template_goes_along(tmp_path: Path) -> None:
     from thermocline.convert.to_gguf import write_gguf
 
     hf = kept_twins.llama(tmp_path / "hf", 1)
-    for name, text in (
-        ("tokenizer_config.json", '{"chat_template": "A"}'),
-        ("chat_template.jinja", "{{ B }}"),
+    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    for i, (name, text, template) in enumerate(
+        (
+            ("tokenizer_config.json", '{"chat_template": "A"}', "A"),
+            ("tokenizer_config.json", json.dumps({"chat_template": named}), "D"),
+            ("chat_template.jinja", "{{ B }}", "{{ B }}"),
+        )
     ):
         (hf / name).write_text(text)
-        pack(hf, tmp_path / f"{name}.p")
-        write_gguf(Pack.open(tmp_path / f"{name}.p"), tmp_path / f"{name}.gguf")
-        pack(tmp_path / f"{name}.gguf", tmp_path / f"{name}.again")
-        about = json.loads((tmp_path / f"{name}.again" / "tokenizer_config.json").read_text())
-        assert about["chat_template"] == ("A" if "config" in name else "{{ B }}")
+        pack(hf, tmp_path / f"{i}.p")
+        write_gguf(Pack.open(tmp_path / f"{i}.p"), tmp_path / f"{i}.gguf")
+        pack(tmp_path / f"{i}.gguf", tmp_path / f"{i}.again")
+        about = json.loads((tmp_path / f"{i}.again" / "tokenizer_config.json").read_text())
+        assert about["chat_template"] == template
 
 
 # ---- tokenizers

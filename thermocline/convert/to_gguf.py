@@ -302,6 +302,10 @@ def _chat_template(pack: Pack) -> str | None:
         return None
     path = pack.path / "tokenizer_config.json"
     found = parse_json(read_small(path, MAX_COPIED_BYTES), str(path)).get("chat_template")
+    if isinstance(found, list):  # several templates, by name
+        found = next(
+            (t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None
+        )
     return found if isinstance(found, str) else None
 
 
