@@ -16,6 +16,7 @@ from test_gguf_import import powerinfer_model
 from test_twins import Model
 
 from thermocline.convert.importer import pack
+from thermocline.convert.pretokenizers import PRE_TOKENIZERS
 from thermocline.convert.tokenizer_to_gguf import to_gguf
 from thermocline.convert.tokenizers import WHOLE, from_gguf
 from thermocline.errors import BadFile
@@ -184,6 +185,22 @@ def test_a_tokenizer_that_gguf_cannot_say_is_kept_whole(case: str, tmp_path: Pat
     assert from_gguf(keys, "m.gguf") == data
     with pytest.raises(BadFile, match=WHOLE):
         from_gguf(keys | {WHOLE: 5}, "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("pre", "steps"),
+    [("gpt-4o", PRE_TOKENIZERS["gpt-4o"].steps())],
+)
+def test_cuts_have_the_name_that_models_with_them_have(pre: str, steps: list[Any], tmp_path: Path) -> None:
+    import tokenizers
+
+    t = bundled_tokenizer() | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    (path := tmp_path / "tokenizer.json").write_text(json.dumps(t))
+    keys = to_gguf(path, 0, 0, 4096)
+    assert keys["tokenizer.ggml.pre"] == pre
+    a, b = (tokenizers.Tokenizer.from_str(s) for s in (json.dumps(t), from_gguf(keys, "").decode()))
+    text = "In 2024, x2 was ½ of ٣٤ and Ⅻ"
+    assert a.pre_tokenizer.pre_tokenize_str(text) == b.pre_tokenizer.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize("ids", [(1, 0), (None, 0)])

@@ -102,10 +102,10 @@ PRE_TOKENIZERS = {
     "hunyuan": PreTokenizer((_QWEN2,)),
     "chatglm-bpe": PreTokenizer((_GPT4,)),
     "glm4": PreTokenizer((_GPT4,), whole_words=True),
-    "minimax-m2": _GPT4O_PRE,
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, bos=True),
     "gpt-4o": _GPT4O_PRE,
     "llama4": _GPT4O_PRE,
+    "minimax-m2": _GPT4O_PRE,
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
     "deepseek-llm": PreTokenizer(
         (
