@@ -187,9 +187,13 @@ def test_a_tokenizer_that_gguf_cannot_say_is_kept_whole(case: str, tmp_path: Pat
         from_gguf(keys | {WHOLE: 5}, "m.gguf")
 
 
+DIGITS = {"type": "Digits", "individual_digits": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
 @pytest.mark.parametrize(
     ("pre", "steps"),
-    [("gpt-4o", PRE_TOKENIZERS["gpt-4o"].steps())],
+    [("starcoder", [DIGITS, BYTES]), ("gpt-4o", PRE_TOKENIZERS["gpt-4o"].steps())],
 )
 def test_cuts_have_the_name_that_models_with_them_have(pre: str, steps: list[Any], tmp_path: Path) -> None:
     import tokenizers

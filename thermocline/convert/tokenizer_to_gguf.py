@@ -136,6 +136,8 @@ def _cuts(t: Json) -> list[Json] | None:
             out += (
                 PRE_TOKENIZERS["gpt-2"].steps() if step["use_regex"] else PRE_TOKENIZERS["gpt-2"].steps()[-1:]
             )
+        elif step == {"type": "Digits", "individual_digits": True}:  # Granite's: \p{N} but for 13 new digits
+            out += PRE_TOKENIZERS["starcoder"].steps()[:1]
         else:
             out.append(step)
     return out
