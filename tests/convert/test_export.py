@@ -148,6 +148,18 @@ def test_tokens_that_only_the_model_has_are_written_as_unused(tmp_path: Path, th
     assert ids[0] == ids[1]
 
 
+def test_a_line_says_that_others_find_no_tokenizer(tmp_path: Path, thermocline: Run) -> None:
+    hf = kept_twins.llama(tmp_path / "hf", 3, vocab_size=4096, bos_token_id=0, eos_token_id=0)
+    for name in ("said", "unsaid"):
+        t = bundled_tokenizer()
+        if name == "unsaid":
+            UNSAID["a cut"](t)
+        (hf / "tokenizer.json").write_text(json.dumps(t))
+        pack(hf, tmp_path / name)
+        ran = thermocline("pack", tmp_path / name, "-o", tmp_path / f"{name}.gguf")
+        assert ran.code == 0 and ("llama.cpp finds no tokenizer in the file" in ran.err) == (name == "unsaid")
+
+
 PADS = [f"[PAD{i}]" for i in range(4096, 4101)]
 
 

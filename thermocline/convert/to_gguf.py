@@ -7,6 +7,7 @@ its down rows become columns, in blocks of their own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from thermocline.convert.gguf_rows import gguf_package
 from thermocline.convert.tokenizer_to_gguf import to_gguf
+from thermocline.convert.tokenizers import WHOLE
 from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.files.bounded import open_regular, parse_json, read_at, read_small
 from thermocline.files.gguf_header import POWERINFER_MAGIC
@@ -32,6 +34,8 @@ from thermocline.text.tokenizer import FILE as TOKENIZER
 
 if TYPE_CHECKING:
     from thermocline.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 U8 = NDArray[np.uint8]
 
@@ -282,6 +286,12 @@ def _add_tokenizer(w: Any, pack: Pack) -> None:
     if TOKENIZER in pack.files:
         first_eos = s.eos_ids[0] if s.eos_ids else None
         keys = to_gguf(pack.path / TOKENIZER, s.bos_id, first_eos, s.vocab_size)
+        if WHOLE in keys:
+            reader = "PowerInfer" if for_powerinfer(s) else "llama.cpp"
+            log.warning(
+                f"{pack.path}: GGUF cannot say what its tokenizer does: {reader} finds no tokenizer in the "
+                "file, Thermocline does"
+            )
     ids = [("bos", s.bos_id), *zip(_ENDS, s.eos_ids, strict=False)]
     keys |= {f"tokenizer.ggml.{name}_token_id": i for name, i in ids if i is not None}
     if (template := _chat_template(pack)) is not None:
