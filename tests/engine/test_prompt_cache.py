@@ -301,6 +301,63 @@ def test_a_wrong_file_is_never_used_and_its_text_computed_again(
         assert again.cached == 128
 
 
+def test_a_wrong_file_beside_blocks_that_a_running_request_shares(
+    lab: Lab, tmp_path: Path, ending: Callable[[Engine], Engine]
+) -> None:
+    """All 8 blocks are in use: 5 of one request, of which the other shares 4 and has 3 more."""
+    long, other = [*SYSTEM[:128], *prompt(12, 90)], [*SYSTEM[:128], 7]
+    first = lab.engine(prompts=on_disk(tmp_path))
+    run(first, first.submit(long, SHORT))
+    first.close()
+    (path,) = tmp_path.glob(f"*/{list(first.kv.names(long))[5].hex()}.k0")
+    flip(path)
+    e = ending(lab.engine(kv_tokens=256, max_batch=2, prompts=on_disk(tmp_path)))
+    runs = e.submit(other, dataclasses.replace(GREEDY, max_tokens=30))
+    while not runs.token_ids:
+        e.step()
+    request = e.submit(long, SHORT)
+    assert lab.answers(e, request) == [lab.alone(long, SHORT)] and request.cached == 160
+    assert runs.finish_reason == "length"
+
+
+def test_one_whose_blocks_others_took_waits_again_after_a_wrong_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Callable[[Engine], Engine]
+) -> None:
+    """Without the state on disk it cannot share 2 blocks, and a third request has those that it had."""
+    lab = recurrent_lab("deltanet")
+    first = lab.engine(prompts=on_disk(tmp_path))
+    run(first, first.submit(SYSTEM[:131], SHORT))
+    first.close()
+    (path,) = tmp_path.glob("*/*.s0")
+    flip(path)
+    go, filled = threading.Event(), PromptCache._filled
+
+    def slow(self: Any, one: Any) -> bool:
+        assert go.wait(60)
+        return filled(self, one)
+
+    monkeypatch.setattr(PromptCache, "_filled", slow)
+    e = ending(lab.engine(kv_tokens=320, max_batch=3, prompts=on_disk(tmp_path)))
+    prompts = [[*SYSTEM[:64], *prompt(3, 40)], SYSTEM[:131], prompt(4, 40)]
+    requests = [e.submit(prompts[0], LONG)]
+    while not requests[0].token_ids:
+        e.step()
+    requests += [
+        e.submit(prompts[1], SHORT),
+        e.submit(prompts[2], dataclasses.replace(GREEDY, max_tokens=20)),
+    ]
+    while not requests[2].token_ids:
+        e.step()
+    go.set()
+    stored, restore = e.prompt_cache, requests[1].restore
+    assert stored is not None and restore is not None
+    while not stored.over(restore):
+        stored.wait()
+    e.step()
+    assert list(e.waiting) == requests[1:2] and requests[0].finish_reason is None
+    assert lab.answers(e, *requests)[1] == lab.alone(prompts[1], SHORT)
+
+
 def test_a_full_disk_is_one_line_and_answers_go_on(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Callable[[Engine], Engine]
 ) -> None:

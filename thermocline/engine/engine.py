@@ -370,16 +370,20 @@ class Engine:
         return True
 
     def _take_restored(self) -> None:
-        """Let requests go on whose prefixes were read from a store."""
+        """Let requests go on whose prefixes were read from a store; or wait, if there is no room any more."""
         stored = self.prompt_cache
         if stored is None:
             return
         stored.give_back()
-        for r in self.running:
+        for r in list(self.running):
             if r.restore is not None and stored.over(r.restore):
-                stored.settle(r.restore)
+                room = stored.settle(r.restore)
                 r.restore = None
-                self._take_cached(r)
+                if room:
+                    self._take_cached(r)
+                else:
+                    self.running.remove(r)
+                    self.waiting.appendleft(r)
 
     def _take_cached(self, request: Request) -> None:
         found = request.table.sealed * self.kv.block

@@ -315,6 +315,20 @@ class KVCache:
         grown = self.grow(table, tokens)
         assert grown, "the cache is large enough"
 
+    def open_again(self, table: BlockTable, ids: list[int], tokens: int) -> bool:
+        """Give up what a sequence holds for what memory has of it; reserve blocks for `tokens` positions.
+
+        Return False, and hold nothing, if there are too few: others may have taken blocks that it shared.
+        """
+        found = self.open(ids)
+        self.close(table)
+        table.held, table.sealed = found.held, found.sealed
+        table.chain, table.state = found.chain, found.state
+        if self.grow(table, tokens):
+            return True
+        self.close(table)
+        return False
+
     def look_again(self, table: BlockTable, ids: list[int], tokens: int) -> None:
         """Take blocks that were sealed since `table` was opened, in place of blocks that it has not written.
 

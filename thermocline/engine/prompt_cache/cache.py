@@ -277,16 +277,17 @@ class PromptCache:
         with self._lock:
             return restore.left == 0
 
-    def settle(self, restore: Restore) -> None:
+    def settle(self, restore: Restore) -> bool:
         """Name what was read. Where a file was bad, give back the rest: the table has what memory holds.
 
+        Return False if there is no room for that any more: then the table has nothing.
         Raises DeviceFailure, and names nothing, where a copy to a device failed.
         """
         if restore.failure is not None:
             raise restore.failure
         self._restores.remove(restore)
         self._read.clear()
-        bad = set(restore.bad)
+        bad, room = set(restore.bad), True
         for one in restore.missing:
             if one not in bad:
                 one.places.publish(one.place, one.name)
@@ -294,11 +295,11 @@ class PromptCache:
             for one in restore.bad:
                 if self._files is not None:
                     self._files.drop(one.name, self._parts[id(one.places)].name)
-            self._kv.begin_again(restore.table, restore.tokens)
-            self._kv.look_again(restore.table, restore.ids, restore.tokens)
+            room = self._kv.open_again(restore.table, restore.ids, restore.tokens)
         if (gained := restore.table.sealed - restore.begun) > 0:
             self.counts.restored += 1
             self.counts.tokens += gained * self._kv.block
+        return room
 
     def abandon(self, restore: Restore) -> None:
         """Leave a request's blocks to those that write to them; they give them back."""
