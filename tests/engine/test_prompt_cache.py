@@ -245,6 +245,34 @@ def test_one_that_is_cancelled_while_it_is_read_leaks_nothing(
     e.check_integrity()
 
 
+def test_states_of_cancelled_requests_are_counted_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Callable[[Engine], Engine]
+) -> None:
+    """There are six slots. Each of eight requests is cancelled while its state may still be written."""
+    lab, prompts = recurrent_lab("deltanet"), [prompt(seed, 70) for seed in range(8)]
+    first = lab.engine(prompts=on_disk(tmp_path))
+    for ids in prompts:
+        run(first, first.submit(ids, SHORT))
+    first.close()
+    go, filled = threading.Event(), PromptCache._filled
+
+    def slow(self: Any, one: Any) -> bool:
+        assert go.wait(60)
+        return filled(self, one)
+
+    monkeypatch.setattr(PromptCache, "_filled", slow)
+    e = ending(lab.engine(max_batch=1, kv_tokens=2048, prompts=on_disk(tmp_path)))
+    for ids in prompts:
+        leaves = e.submit(ids, SHORT)
+        e.step()
+        e.cancel(leaves)
+    last = e.submit(prompts[7], SHORT)
+    e.step()
+    assert list(e.waiting) == [last]
+    go.set()
+    assert lab.answers(e, last) == [lab.alone(prompts[7], SHORT)] and last.cached == 64
+
+
 # ---- what is wrong with a file
 
 

@@ -307,7 +307,10 @@ class Engine:
 
     def _admit(self) -> None:
         """First come, first served: nobody overtakes a long request for which there is no room yet."""
-        while self.waiting and len(self.running) < self.max_batch:
+        held = 0  # states of cancelled requests, which readers may still write to
+        if self.kv.states is not None and self.prompt_cache is not None:
+            held = self.prompt_cache.abandoned
+        while self.waiting and len(self.running) + held < self.max_batch:
             request = self.waiting[0]
             table = self.kv.open([] if self._uncached(request) else request.ids)
             if not self.kv.grow(table, request.positions):

@@ -313,6 +313,11 @@ class PromptCache:
             self._kv.close(restore.table)
 
     @property
+    def abandoned(self) -> int:
+        """The number of prefixes that nobody waits for, and that something may still write to."""
+        return sum(restore.abandoned for restore in self._restores)
+
+    @property
     def busy(self) -> bool:
         """Whether a prefix is being read."""
         return bool(self._restores)
