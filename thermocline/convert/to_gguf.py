@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from thermocline.convert.gguf_rows import gguf_package
 from thermocline.convert.tokenizer_to_gguf import to_gguf
-from thermocline.convert.tokenizers import WHOLE
 from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.files.bounded import open_regular, parse_json, read_at, read_small
 from thermocline.files.gguf_header import POWERINFER_MAGIC
@@ -286,7 +285,7 @@ def _add_tokenizer(w: Any, pack: Pack) -> None:
     if TOKENIZER in pack.files:
         first_eos = s.eos_ids[0] if s.eos_ids else None
         keys = to_gguf(pack.path / TOKENIZER, s.bos_id, first_eos, s.vocab_size)
-        if WHOLE in keys:
+        if keys["tokenizer.ggml.model"] == "none":
             reader = "PowerInfer" if for_powerinfer(s) else "llama.cpp"
             log.warning(
                 f"{pack.path}: GGUF cannot say what its tokenizer does: {reader} finds no tokenizer in the "
