@@ -691,12 +691,12 @@ sys.path[:0] = sys.argv[1].split(os.pathsep)
 from pathlib import Path
 from test_disk import *
 from thermocline import _native
-bad = ctypes.CDLL(None).bad_reads
+bad, seen = ctypes.CDLL(None).bad_reads, ctypes.CDLL(None).bad_reads_seen
 bad(b"none")
 path, method = Path(sys.argv[2]), sys.argv[3]
 case = Case(neurons(path, "q8_0", neurons=600), predictor=scores(600))
 wanted = run(case.in_memory(), "predict")
-errors = 0
+errors = met = 0
 each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
 ffn, _ = case.on_disk(0, 60, gates=(0, 60), method=method, depth=4)
 for how in (b"short", b"interrupted", b"busy", *each):
@@ -708,9 +708,10 @@ for how in (b"short", b"interrupted", b"busy", *each):
         assert how[:3] in (b"eio", b"end"), (how, e)
         assert e.args[0] == (5 if how[:3] == b"eio" else -1) and e.args[1].startswith("layers.3."), (how, e)
         assert 0 <= e.args[2] < 600
+    met += how in each and seen() >= int(how.split()[1])
     bad(b"none")
     assert run(ffn, "predict") == wanted, how
-print(errors)
+print(met, errors)
 """
 
 
@@ -722,7 +723,7 @@ def test_whichever_read_fails_there_are_the_same_bits_or_an_error(
 ) -> None:
     """Every `step`th read of some calls, in a process of its own; afterwards all is well again.
 
-    A call of few tokens that has reads ahead begins again, and a read fails once.
+    A call of few tokens that has reads ahead begins again, and a read fails once: it ends few calls or none.
     """
     code = FAULTS.replace("STEP", str(step))
     run = subprocess.run(
@@ -732,7 +733,9 @@ def test_whichever_read_fails_there_are_the_same_bits_or_an_error(
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) > (70 if ahead else 140) // step
+    met, errors = map(int, run.stdout.split())
+    assert met > 140 // step and errors <= met
+    assert ahead or errors > 140 // step
 
 
 STOPPED = """

@@ -45,7 +45,7 @@ def pack(
         return pack_gguf(
             src, Path(dst), weight_format, overwrite=overwrite, progress=progress, activation=activation
         )
-    if (src / "pack.json").exists():
+    if os.path.isfile(src / "pack.json"):  # false, too, where a name is too long
         raise UsageError(
             f"{src}: is a pack already; `thermocline pack {src} -o NAME.gguf` makes a GGUF of it, and "
             "--format q4_0 or a smaller one a smaller pack"
