@@ -70,10 +70,14 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or token < 0:
                 raise UsageError(f"logit_bias has the token {token!r}; tokens are integers from 0")
-            if bias != -math.inf and not abs(bias) <= sys.float_info.max:
+            if bias != -math.inf and not _finite(bias):
                 raise UsageError(
                     f"logit_bias[{token}] is {bias}; it must be a number, or -inf to ban the token"
                 )
+
+
+def _finite(value: float) -> bool:
+    return abs(value) <= sys.float_info.max  # math.isfinite cannot be asked of 10**400
 
 
 def _check_int(name: str, value: int | None, low: int, high: int | None, *, optional: bool = False) -> None:
@@ -87,8 +91,7 @@ def _check_int(name: str, value: int | None, low: int, high: int | None, *, opti
 
 def _check_float(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    finite = number and abs(value) <= sys.float_info.max  # math.isfinite cannot be asked of 10**400
-    if not finite or not low <= value <= high or (above and value == low):
+    if not number or not _finite(value) or not low <= value <= high or (above and value == low):
         bound = "any finite number" if low == -math.inf else f"{'above' if above else 'at least'} {low}"
         raise UsageError(
             f"{name} is {value!r}; it must be {bound}{f' and at most {high}' * (high < math.inf)}"

@@ -15,12 +15,14 @@ from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 
 ROPE_FACTORS = "rope_freqs.weight"
-# Tokens that end an answer, whatever the keys say: llama.cpp knows them by name.
-_ENDS = frozenset(
-    ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<|return|>")
-)
-_ENDS_OF_CALLS = frozenset(("<|eom_id|>", "<|call|>", "<|tool_response>"))
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+# Tokens that end an answer, whatever the keys say: llama.cpp knows them by name. The last three end a call.
+_ENDS = frozenset(
+    (
+        *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>"),
+        *("<|return|>", "<|eom_id|>", "<|call|>", "<|tool_response>"),
+    )
+)
 
 
 class GGUFKeys:
@@ -151,6 +153,19 @@ def near_layers(k: GGUFKeys, layers: int, period: int) -> Json:
     return {"layer_types": ["sliding_attention" if x else "full_attention" for x in near]}
 
 
+def of_blocks(k: GGUFKeys, key: str, default: int | None = None) -> list[int]:
+    """Return a number for each block, and leave the largest under the key."""
+    value, n = k.raw(key), k.integer(".block_count", low=1, high=1024)
+    if isinstance(value, list | np.ndarray):
+        if len(value) != n or any(not 0 <= int(v) <= 1 << 31 for v in value):
+            raise BadFile(f"{k.name}: {key.removeprefix('.')} must have a number for each of {n} blocks")
+        found = [int(v) for v in value]
+    else:
+        found = [k.integer(key, default)] * n
+    k.replace(key, max(found))
+    return found
+
+
 def biased(k: GGUFKeys, *kinds: str) -> Json:
     """Say which biases the model has, judging by its tensors: there is no key for it."""
     where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
@@ -173,8 +188,7 @@ def _ends(k: GGUFKeys) -> list[int] | None:
     """Return the tokens that end an answer: those of the keys, then those known by name."""
     said = (_token(k, which) for which in ("eos", "eot", "eom"))
     tokens = k.raw("tokenizer.ggml.tokens")
-    ends = _ENDS | _ENDS_OF_CALLS
-    named = [i for i, t in enumerate(tokens) if t in ends] if isinstance(tokens, list) else []
+    named = [i for i, t in enumerate(tokens) if t in _ENDS] if isinstance(tokens, list) else []
     return list(dict.fromkeys([*(i for i in said if i is not None), *named])) or None
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json
-from thermocline.model.gguf_metadata import GGUFKeys, biased, common, like_llama, near_layers, rope, window
+from thermocline.model.gguf_metadata import (
+    GGUFKeys,
+    biased,
+    common,
+    like_llama,
+    near_layers,
+    of_blocks,
+    rope,
+    window,
+)
 
 
 def granite_scales(k: GGUFKeys, head_dim: int) -> Json:
@@ -29,11 +36,8 @@ def granite(k: GGUFKeys) -> Json:
 
 def _without_mamba(k: GGUFKeys) -> None:
     """Read the keys of a Granite 4 without Mamba layers: llama.cpp's converter writes a hybrid's for it."""
-    heads = k.raw(".attention.head_count_kv")
-    if isinstance(heads, list | np.ndarray) and len(heads) == k.integer(".block_count", low=1):
-        if len({int(x) for x in heads}) > 1:
-            raise Unsupported(f"{k.name}: attention.head_count_kv differs between layers")
-        k.replace(".attention.head_count_kv", int(heads[0]))
+    if len(set(of_blocks(k, ".attention.head_count_kv", k.integer(".attention.head_count", low=1)))) > 1:
+        raise Unsupported(f"{k.name}: attention.head_count_kv differs between layers")
     if not any(".ssm_" in name for name in k.gguf.tensors):
         for part in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
             k.raw(f".ssm.{part}")

@@ -10,7 +10,7 @@ import numpy as np
 from thermocline.errors import BadFile
 from thermocline.files.bounded import Json
 from thermocline.files.gguf import GGUF
-from thermocline.model.gguf_metadata import GGUFKeys, like_llama
+from thermocline.model.gguf_metadata import GGUFKeys, like_llama, of_blocks
 from thermocline.model.mixtures.gguf import experts
 from thermocline.model.recurrent.layers import Slices, whole
 from thermocline.model.recurrent.qwen import fused
@@ -58,19 +58,6 @@ LFM2 = {
 
 
 # --- metadata -> config.json --------------------------------------------------------------------------------
-
-
-def _each(k: GGUFKeys, key: str, default: int | None = None) -> list[int]:
-    """Return a number for each block, and leave the largest under the key."""
-    value, n = k.raw(key), k.integer(".block_count", low=1, high=1024)
-    if isinstance(value, list | np.ndarray):
-        if len(value) != n or any(not 0 <= int(v) <= 1 << 31 for v in value):
-            raise BadFile(f"{k.name}: {key.removeprefix('.')} must have a number for each of {n} blocks")
-        found = [int(v) for v in value]
-    else:
-        found = [k.integer(key, default)] * n
-    k.replace(key, max(found))
-    return found
 
 
 def _next_layers(k: GGUFKeys) -> int:
@@ -131,7 +118,7 @@ def qwen3_5_moe(k: GGUFKeys) -> Json:
 def nemotron_h(k: GGUFKeys) -> Json:
     """Return Nemotron-H's config: a block without kv heads and without an FFN is Mamba-2."""
     more = _next_layers(k)
-    widths, kv = _each(k, ".feed_forward_length"), _each(k, ".attention.head_count_kv")
+    widths, kv = of_blocks(k, ".feed_forward_length"), of_blocks(k, ".attention.head_count_kv")
     k.raw(".attention.layer_norm_epsilon")  # of the layers that guess further tokens
     config = like_llama(k, "NemotronHForCausalLM", "relu2", partial=True, mixture=True)
     n, mixture = config["num_hidden_layers"] - more, bool(k.integer(".expert_count", default=0))
@@ -175,7 +162,7 @@ def _nemotron_experts(k: GGUFKeys) -> Json:
 
 def granite_hybrid(k: GGUFKeys) -> Json:
     """Return Granite 4's config: a block without kv heads is Mamba-2. Rope's switch has an odd name."""
-    kv, width = _each(k, ".attention.head_count_kv"), k.integer(".feed_forward_length", low=1)
+    kv, width = of_blocks(k, ".attention.head_count_kv"), k.integer(".feed_forward_length", low=1)
     config = like_llama(k, "GraniteMoeHybridForCausalLM", mixture=True)
     heads, count = k.integer(".ssm.time_step_rank", low=1, high=1024), k.integer(".expert_count", default=0)
     inner, shared = (
@@ -225,7 +212,7 @@ def lfm2_moe(k: GGUFKeys) -> Json:
 
 def _lfm2(k: GGUFKeys, architecture: str) -> Json:
     """Return LFM2's config: a block without kv heads is a short convolution."""
-    kv = _each(k, ".attention.head_count_kv")
+    kv = of_blocks(k, ".attention.head_count_kv")
     config = like_llama(k, architecture, mixture=True)
     k.raw(".attention.sliding_window")
     own = {
