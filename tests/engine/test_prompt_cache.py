@@ -193,6 +193,18 @@ def test_requests_that_begin_alike_read_it_once(
     assert counts.read_bytes == 4 * e.kv.nbytes // e.kv.pools[0].n_blocks
 
 
+def held(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> threading.Event:
+    """Let calls of a method wait until the event is set."""
+    go, method = threading.Event(), getattr(owner, name)
+
+    def waits(*args: Any) -> Any:
+        assert go.wait(60)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, waits)
+    return go
+
+
 def test_others_answer_while_a_prefix_is_read(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Callable[[Engine], Engine]
 ) -> None:
@@ -200,13 +212,7 @@ def test_others_answer_while_a_prefix_is_read(
     first = lab.engine(prompts=on_disk(tmp_path))
     run(first, first.submit(SYSTEM, SHORT))
     first.close()
-    go, sections = threading.Event(), PromptFiles.sections
-
-    def slow(*args: Any) -> Any:
-        assert go.wait(60)
-        return sections(*args)
-
-    monkeypatch.setattr(PromptFiles, "sections", slow)
+    go = held(monkeypatch, PromptFiles, "sections")
     e = ending(lab.engine(prompts=on_disk(tmp_path)))
     waits, other = e.submit([*SYSTEM, 7], SHORT), e.submit(prompt(3, 20), SHORT)
     while other.finish_reason is None:
@@ -225,13 +231,7 @@ def test_one_that_is_cancelled_while_it_is_read_leaks_nothing(
     first = lab.engine(spec, prompts=on_disk(tmp_path))
     run(first, first.submit(SYSTEM, SHORT))
     first.close()
-    go, filled = threading.Event(), PromptCache._filled
-
-    def slow(self: Any, one: Any) -> bool:
-        assert go.wait(60)
-        return filled(self, one)
-
-    monkeypatch.setattr(PromptCache, "_filled", slow)
+    go = held(monkeypatch, PromptCache, "_filled")
     e = ending(lab.engine(spec, prompts=on_disk(tmp_path), context=192, kv_tokens=192))
     leaves = e.submit([*SYSTEM, 7], SHORT)
     e.step()
@@ -254,13 +254,7 @@ def test_states_of_cancelled_requests_are_counted_while_they_are_read(
     for ids in prompts:
         run(first, first.submit(ids, SHORT))
     first.close()
-    go, filled = threading.Event(), PromptCache._filled
-
-    def slow(self: Any, one: Any) -> bool:
-        assert go.wait(60)
-        return filled(self, one)
-
-    monkeypatch.setattr(PromptCache, "_filled", slow)
+    go = held(monkeypatch, PromptCache, "_filled")
     e = ending(lab.engine(max_batch=1, kv_tokens=2048, prompts=on_disk(tmp_path)))
     for ids in prompts:
         leaves = e.submit(ids, SHORT)
@@ -358,13 +352,7 @@ def test_one_whose_blocks_others_took_waits_again_after_a_wrong_file(
     first.close()
     (path,) = tmp_path.glob("*/*.s0")
     flip(path)
-    go, filled = threading.Event(), PromptCache._filled
-
-    def slow(self: Any, one: Any) -> bool:
-        assert go.wait(60)
-        return filled(self, one)
-
-    monkeypatch.setattr(PromptCache, "_filled", slow)
+    go = held(monkeypatch, PromptCache, "_filled")
     e = ending(lab.engine(kv_tokens=320, max_batch=3, prompts=on_disk(tmp_path)))
     prompts = [[*SYSTEM[:64], *prompt(3, 40)], SYSTEM[:131], prompt(4, 40)]
     requests = [e.submit(prompts[0], LONG)]

@@ -210,7 +210,8 @@ def test_whichever_read_of_a_run_fails_there_is_the_same_text_or_one_line(
     """From the first of loading to the last of the last token. A call that has reads ahead begins again."""
     ram = budget(pack, 0.4, "predict")
     reads, met, failed = map(int, printed(EVERY_READ, library, pack, ram, step).split())
-    assert reads > 100 and met > 0.9 * (reads // step) and failed > 0
+    assert reads > 100 and met > 0.9 * (reads // step)
+    assert failed > 0.3 * (reads // step), "those of loading"
 
 
 COMPANY = """
