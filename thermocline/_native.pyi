@@ -522,8 +522,9 @@ class Mixture:
         disk: DiskExperts | None = None,
     ) -> Mixture: ...
     def before(self, next: Mixture) -> None:
-        """The next layer's is this one: its experts are guessed, and read ahead, beside calls of this one.
-        ValueError: not both are on disk, behind one queue of reads, or it has no router."""
+        """The next layer's is this one: its experts are guessed, and read ahead, beside calls of this one and
+        of the one before. ValueError: not both are on disk, one behind the other in one queue of reads, or it
+        has no router."""
 
     def route(self, logits: F32, weights: F32) -> None:
         """`weights`: how much of each expert tokens with these logits get; both [tokens, experts]."""

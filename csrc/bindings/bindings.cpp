@@ -926,6 +926,7 @@ NB_MODULE(_native, m) {
             [](Mixture& m, const Mixture& next) {
                 check(m.layer.disk && next.layer.disk && &m != &next, "both have experts on disk");
                 check(&m.layer.disk->files == &next.layer.disk->files, "experts of one queue of reads");
+                check(next.layer.disk->layer == m.layer.disk->layer + 1, "experts of the next layer");
                 check(next.layer.router.weight.data && next.dim() == m.dim(), "a router that can be asked");
                 m.layer.next = &next.layer;
             },

@@ -226,7 +226,7 @@ struct Mixture {
     bool apart() const { return experts_norm.weight != nullptr; }
     // Where experts are on disk: matrices say where they lie in slot 0.
     DiskExperts* disk = nullptr;
-    const Mixture* next = nullptr;  // of the layer behind, whose experts are then guessed beside this one's
+    const Mixture* next = nullptr;  // of the layer behind: it and those behind it are guessed beside this one
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 
@@ -343,6 +343,7 @@ class Context {
     void read_ahead(const FFNArgs& a);
     void read_ahead(const MixtureArgs& a);
     void read_experts_ahead(const MixtureArgs& a);
+    std::vector<int32_t> likely_of(const Mixture& next, const MixtureArgs& a);
     void read_next_ahead(const MixtureArgs& a, ExpertReads& reads);
     size_t scratch_bytes() const;  // that calls have taken so far
     struct Walk;                   // one call of an FFN in bundles
@@ -416,7 +417,7 @@ class Context {
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum
-        RouterAnswer own, next;  // of the layer, and of the one behind it, which is guessed
+        RouterAnswer own, next;  // of the layer, and of one behind it, which is guessed
         Scratch<float> logits, kept, in, out, sum, record, shares, shared;
         Scratch<size_t> tokens;
         Scratch<Visit> visits;

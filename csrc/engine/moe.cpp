@@ -181,34 +181,41 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const FFN& expert,
 
 // Whether a layer's experts may be guessed now. A bounded step does not guess: it would read more than it
 // may, or less than it could.
-static bool may_guess(const Mixture& m, size_t tokens, DiskExperts::When when) {
+static bool may_guess(const Mixture& m, size_t tokens, unsigned ahead) {
     return tokens <= kFewTokens && !m.disk->disabled(DiskRows::NO_PIPELINE) && !m.disk->files.bounded() &&
-           m.disk->guesses_well(when);
+           m.disk->guesses_well(ahead);
 }
 
 // The experts that the router picks for what comes before attention: a guess, but where that is what it is
 // given. The likeliest come first: those with most weight.
 void Context::read_experts_ahead(const MixtureArgs& a) {
-    if (!may_guess(a.mixture, a.tokens, DiskExperts::BEFORE_MIXER)) return;
+    if (!may_guess(a.mixture, a.tokens, 0)) return;
     const float *h, *weights = shares(a, &h, routed_.own);
-    a.mixture.disk->read_ahead(heaviest_first(a, weights));
+    a.mixture.disk->read_ahead({heaviest_first(a, weights), 0});
 }
 
-// What the next layer's router picks for what this layer's experts read: they and the next mixer add to that
-// yet. While this layer computes, the disk has nothing else to do.
-void Context::read_next_ahead(const MixtureArgs& a, ExpertReads& reads) {
-    const Mixture* next = a.mixture.next;
-    if (!next || !may_guess(*next, a.tokens, DiskExperts::BEFORE_LAST_FFN)) return;
-    MixtureArgs guess = {*next, nullptr, a.h, a.tokens, a.dim, a.sparsity, nullptr};
+// What the router of a layer to come picks for what this layer's experts read: they, and what lies between,
+// add to that yet.
+std::vector<int32_t> Context::likely_of(const Mixture& next, const MixtureArgs& a) {
+    MixtureArgs guess = {next, nullptr, a.h, a.tokens, a.dim, a.sparsity, nullptr};
     const float* h;
     if (a.weights) {  // routers read the stream, before their layers' norms
-        float* weights = grown(routed_.next.weights, a.tokens * next->experts.size());
-        routed(*next, a.h, a.tokens, weights);
+        float* weights = grown(routed_.next.weights, a.tokens * next.experts.size());
+        routed(next, a.h, a.tokens, weights);
         guess.weights = weights;
     } else {
         guess.weights = shares(guess, &h, routed_.next);
     }
-    reads.read_ahead(*next->disk, heaviest_first(guess, guess.weights));
+    return heaviest_first(guess, guess.weights);
+}
+
+// While this layer computes, the disk has nothing else to do. A router is only asked where its guess may be
+// read.
+void Context::read_next_ahead(const MixtureArgs& a, ExpertReads& reads) {
+    const Mixture* next = a.mixture.next;
+    for (unsigned ahead = 1; next && ahead <= kLayersAhead; ahead++, next = next->next)
+        if (may_guess(*next, a.tokens, ahead) && !reads.read_ahead(*next->disk, {likely_of(*next, a), ahead}))
+            return;
 }
 
 void Context::read_ahead(const MixtureArgs& a) {

@@ -40,10 +40,10 @@ bool ExpertFiles::early_came(const ReadDone& done) {
     return done.error != 0;
 }
 
-std::vector<ExpertFiles::Early>::iterator ExpertFiles::find_early(const DiskExperts& of, int32_t expert,
+std::vector<ExpertFiles::Early>::iterator ExpertFiles::find_early(size_t layer, int32_t expert,
                                                                   size_t piece) {
     return std::find_if(early.begin(), early.end(), [&](const Early& e) {
-        return e.of == &of && e.expert == expert && e.piece == piece;
+        return e.layer == layer && e.expert == expert && e.piece == piece;
     });
 }
 
@@ -55,9 +55,15 @@ std::vector<unsigned> ExpertFiles::free_buffers() const {
     return buffers;
 }
 
-void ExpertFiles::drop_early(const DiskExperts* but) {
-    const auto dropped = [but](const Early& e) { return e.come && e.of != but; };
-    early.erase(std::remove_if(early.begin(), early.end(), dropped), early.end());
+std::vector<unsigned> ExpertFiles::drop_early(size_t first) {
+    const auto kept = [first](const Early& e) {
+        return !e.come || (e.layer >= first && e.layer < first + kLayersAhead);
+    };
+    const auto dropped = std::partition(early.begin(), early.end(), kept);
+    std::vector<unsigned> buffers;
+    for (auto e = dropped; e != early.end(); e++) buffers.push_back(e->buffer);
+    early.erase(dropped, early.end());
+    return buffers;
 }
 
 void ExpertFiles::begin_step(uint64_t most_bytes, bool read_only) {
@@ -81,8 +87,8 @@ DiskExperts::DiskExperts(SlotPool& pool, ExpertFiles& files, const std::vector<s
                          size_t quota, const float* likely, std::vector<std::string> given, int disabled)
     : RowCache(pool, runs.size(), 0, quota, likely),
       files(files),
+      layer(files.layers++),
       names(std::move(given)),
-      layer_(files.layers++),
       runs_(flat(runs)),
       disabled_(disabled) {
     // A read begins and ends at a multiple of the alignment.
@@ -130,50 +136,54 @@ ReadRequest DiskExperts::request(size_t expert, size_t piece, unsigned buffer) c
             uint32_t(end - begin)};
 }
 
-bool DiskExperts::guesses_well(When when) {
-    Guesses& g = guesses_[when];
+bool DiskExperts::guesses_well(unsigned ahead) {
+    Guesses& g = guesses_[ahead];
     if (g.begun) g.right += (float(g.used) / float(g.begun) - g.right) / 4;
     g.begun = g.used = 0;
     return g.right >= 0.5f || ++g.not_asked % 16 == 0;
 }
 
 // Counts an expert with its first piece. What is there, or has been asked for, is passed over.
-bool DiskExperts::next_early(const std::vector<int32_t>& likely, When when, size_t* i, size_t* piece,
-                             unsigned buffer, ReadRequest* read) {
+bool DiskExperts::next_early(Likely& likely, unsigned buffer, ReadRequest* read) {
     std::vector<ExpertFiles::Early>& early = files.early;
-    while (*i < likely.size()) {
-        if (in_memory(likely[*i]))
-            *piece = 0, ++*i;
-        else if (files.find_early(*this, likely[*i], *piece) == early.end())
+    size_t &i = likely.i, &piece = likely.piece;
+    while (i < likely.experts.size()) {
+        if (in_memory(likely.experts[i]))
+            piece = 0, i++;
+        else if (files.find_early(layer, likely.experts[i], piece) == early.end())
             break;
-        else if (++*piece == pieces.size())
-            *piece = 0, ++*i;
+        else if (++piece == pieces.size())
+            piece = 0, i++;
     }
-    if (*i == likely.size() || early.size() >= files.most_early()) return false;
-    if (!*piece) guesses_[when].begun++, stats.early++;
-    *read = request(size_t(likely[*i]), *piece, buffer);
-    early.push_back({this, likely[*i], *piece, unsigned(when), buffer, false});
+    if (i == likely.experts.size() || early.size() >= files.most_early(likely.ahead)) return false;
+    const int32_t expert = likely.experts[i];
+    if (!piece) guesses_[likely.ahead].begun++, stats.early++;
+    *read = request(size_t(expert), piece, buffer);
+    early.push_back({layer, expert, piece, likely.ahead, buffer, false});
     stats.reads++, stats.bytes += read->bytes;
-    if (++*piece == pieces.size()) *piece = 0, ++*i;
+    if (++piece == pieces.size()) piece = 0, i++;
     return true;
 }
 
-void DiskExperts::read_ahead(const std::vector<int32_t>& likely) {
+size_t DiskExperts::pieces_missing(const std::vector<int32_t>& some) const {
+    const auto missing = [this](int32_t expert) { return !in_memory(expert); };
+    return size_t(std::count_if(some.begin(), some.end(), missing)) * pieces.size();
+}
+
+void DiskExperts::read_ahead(Likely likely) {
     Reader& reader = files.reader;
     if (reader.forked() || reader.left_behind) return;
     std::vector<ExpertFiles::Early>& early = files.early;
     ReadDone done[64];
     for (size_t n; files.early_under_way() && (n = reader.take(done, 64, false));)
         for (size_t i = 0; i < n; i++) files.early_came(done[i]);
-    files.drop_early(this);
-    if (std::any_of(early.begin(), early.end(), [this](const auto& e) { return e.of != this; })) return;
+    files.drop_early(layer);
     std::vector<ReadRequest> reads;
     const size_t before = early.size();
-    size_t at = 0, piece = 0;
     for (std::vector<unsigned> buffers = files.free_buffers(); !buffers.empty(); buffers.pop_back()) {
         ReadRequest read;
         if (files.early_under_way() >= files.most_under_way()) break;
-        if (!next_early(likely, BEFORE_MIXER, &at, &piece, buffers.back(), &read)) break;
+        if (!next_early(likely, buffers.back(), &read)) break;
         reads.push_back(read);
     }
     if (!reads.empty() && !reader.submit(reads.data(), reads.size()))
@@ -188,7 +198,7 @@ uint64_t DiskExperts::read_bytes(size_t expert) const {
 
 size_t DiskExperts::keep_affordable(std::vector<int32_t>& wanted) {
     read_only = files.read_only();  // the step before may have been
-    const uint64_t most = files.may_read(layer_);
+    const uint64_t most = files.may_read(layer);
     uint64_t cost = 0;
     std::vector<int32_t> kept, left_out;
     for (const int32_t e : wanted) {
@@ -262,7 +272,7 @@ ExpertReads::~ExpertReads() {
         for (size_t i = 0; i < n; i++) files.early_came(done[i]);
         if (under_way_ > files.early_under_way() && interrupted_ && interrupted_()) break;
     }
-    files.drop_early(next_);
+    files.drop_early(rows_.layer + 1);
     if (under_way_ > files.early_under_way()) {
         reader_.left_behind += under_way_;
         files.early.clear();
@@ -277,7 +287,7 @@ void ExpertReads::take_buffers() {
     if (reader_.forked()) throw std::runtime_error(kForked);
     std::vector<uint8_t>& scratch = rows_.files.scratch;
     scratch.resize(std::max(scratch.size(), threads_ * rows_.scratch_bytes));
-    rows_.files.drop_early(&rows_);
+    rows_.files.drop_early(rows_.layer);
     buffers_ = rows_.files.free_buffers();
     under_way_ = rows_.files.early_under_way();
     for (ReadDone done[64]; reader_.left_behind;) {
@@ -414,7 +424,7 @@ void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
         if (begun) continue;
         under_way_ -= n;
         if (own) return fail(EBUSY, &reads_[requests[0].tag]);
-        next_ = nullptr;  // nobody needs it
+        ahead_.clear();  // nobody needs it
         for (size_t i = 0; i < n; i++)
             if (rows_.files.early_came({requests[i].tag, EBUSY}))
                 buffers_.push_back(unsigned(requests[i].tag));
@@ -422,36 +432,42 @@ void ExpertReads::submit(std::unique_lock<std::mutex>& held) {
     }
 }
 
-// Reads of the next layer's experts, once all that this call needs has been asked for.
+// Reads of experts of the layers to come, once all that this call needs has been asked for. A layer's turn
+// comes when the one before it wants no more: whatever else ends that one's ends this one's, too.
 size_t ExpertReads::request_ahead(ReadRequest* requests, size_t most) {
-    if (!next_ || pinned_ < tasks_.size() || !queue_.empty()) return 0;
+    if (pinned_ < tasks_.size() || !queue_.empty()) return 0;
     size_t n = 0;
-    for (; n < most && under_way_ + n < rows_.files.most_under_way() && !buffers_.empty(); n++) {
-        const unsigned buffer = buffers_.back();
-        if (!next_->next_early(likely_, DiskExperts::BEFORE_LAST_FFN, &likely_at_, &likely_piece_, buffer,
-                               &requests[n]))
-            break;
-        buffers_.pop_back();
-        reads_[buffer] = {};
+    for (Ahead& a : ahead_) {
+        const size_t at_once = rows_.files.most_under_way(a.likely.ahead);
+        for (; n < most && under_way_ + n < at_once && !buffers_.empty(); n++) {
+            const unsigned buffer = buffers_.back();
+            if (!a.of->next_early(a.likely, buffer, &requests[n])) break;
+            buffers_.pop_back();
+            reads_[buffer] = {};
+        }
     }
     return n;
 }
 
-void ExpertReads::read_ahead(DiskExperts& next, std::vector<int32_t> likely) {
+bool ExpertReads::read_ahead(DiskExperts& of, DiskExperts::Likely likely) {
     std::unique_lock<std::mutex> held(lock_);
-    next_ = &next, likely_ = std::move(likely);
+    const unsigned behind = likely.ahead + 1;
+    ahead_.push_back({&of, std::move(likely)});
     submit(held);
+    size_t pieces = 0;
+    for (const Ahead& a : ahead_) pieces += a.of->pieces_missing(a.likely.experts);
+    return pieces < rows_.files.most_early(behind);
 }
 
 // Whether a piece was read ahead. Then it has arrived, or is under way as if it were asked for now.
 bool ExpertReads::find_early(const Pending& next) {
     std::vector<ExpertFiles::Early>& early = rows_.files.early;
-    const auto e = rows_.files.find_early(rows_, tasks_[next.task].expert, next.piece);
+    const auto e = rows_.files.find_early(rows_.layer, tasks_[next.task].expert, next.piece);
     if (e == early.end()) return false;
     const ExpertFiles::Early found = *e;
     early.erase(e);
     reads_[found.buffer] = {next.task, next.piece, true};
-    if (!next.piece) rows_.early_used(found.when);
+    if (!next.piece) rows_.early_used(found.ahead);
     if (found.come) arrived_.push_back(found.buffer);
     return true;
 }
@@ -459,9 +475,7 @@ bool ExpertReads::find_early(const Pending& next) {
 // Gives back the buffers of what has been read ahead and is not needed, once that is known.
 void ExpertReads::drop_early() {
     if (pinned_ < tasks_.size() || !queue_.empty()) return;
-    for (const ExpertFiles::Early& e : rows_.files.early)
-        if (e.come && e.of != next_) buffers_.push_back(e.buffer);
-    rows_.files.drop_early(next_);
+    for (const unsigned buffer : rows_.files.drop_early(rows_.layer + 1)) buffers_.push_back(buffer);
 }
 
 // Asks once more for what was read ahead and has failed: perhaps long before this call.

@@ -19,7 +19,8 @@
 
 namespace tc {
 
-constexpr int kNotFinite = -3;  // DiskError::error: a scale that is no finite number
+constexpr int kNotFinite = -3;        // DiskError::error: a scale that is no finite number
+constexpr unsigned kLayersAhead = 2;  // that are guessed beside a call
 
 class DiskExperts;
 
@@ -35,27 +36,33 @@ struct ExpertFiles {
     std::vector<uint8_t> scratch;  // of the call there is
 
     // Bytes that were asked for before a call that may need them, and that lie in a buffer as they were read
-    // until it does. A call drops what neither it nor the next layer's needs; what is under way then keeps
-    // its buffer meanwhile.
+    // until it does. A call drops what neither it nor the next kLayersAhead layers need; what is under way
+    // then keeps its buffer meanwhile.
     struct Early {
-        const DiskExperts* of;
+        size_t layer;  // of an expert
         int32_t expert;
         size_t piece;
-        unsigned when;  // DiskExperts::When
+        unsigned ahead;  // DiskExperts::Likely's
         unsigned buffer;
         bool come;
     };
     std::vector<Early> early;
-    unsigned most_early() const { return reader.depth() / 4 * 3; }  // the others are for a call's own
-    // A virtual disk ends together what it found waiting together: what has come is put away meanwhile.
-    unsigned most_under_way() const { return reader.depth() / 2; }
+    // Buffers that may have such bytes when more are asked for, so many layers ahead: the others are for a
+    // call's own. What is read for the layer behind the next one leaves as many as the next may have under
+    // way.
+    unsigned most_early(unsigned ahead) const { return reader.depth() / 4 * (ahead < 2 ? 3 : 2); }
+    // A virtual disk ends together what it found waiting together: what has come is put away meanwhile. What
+    // the next layer asks for waits for what is under way for the one behind it: that is half as much.
+    unsigned most_under_way(unsigned ahead = 0) const { return reader.depth() / (ahead < 2 ? 2 : 4); }
     size_t early_under_way() const;
-    std::vector<Early>::iterator find_early(const DiskExperts& of, int32_t expert, size_t piece);
+    std::vector<Early>::iterator find_early(size_t layer, int32_t expert, size_t piece);
     std::vector<unsigned> free_buffers() const;  // without what was read ahead
     // If it was one of them. true: it has failed, and is forgotten with its buffer: who needs it reads it
     // again.
     bool early_came(const ReadDone& done);
-    void drop_early(const DiskExperts* but);  // those that have come
+    // Forgets those that have come, but for those of layer `first` and the kLayersAhead - 1 behind it: no
+    // others can have been guessed when it is next. Returns their buffers.
+    std::vector<unsigned> drop_early(size_t first);
 
     // A step begins whose calls read at most so many bytes: what they would read beyond is left out.
     // `read_only`: it leaves all caches as they are.
@@ -86,19 +93,22 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     // Reads the first experts, into all slots, with so many threads. Before any call. DiskError.
     void load(int threads, Interrupted interrupted = nullptr);
     bool disabled(DiskRows::Disabled what) const { return disabled_ & what; }
-    // Before a call that may need these experts, the likeliest first: begins to read those that are not in
-    // memory, into most_early() buffers at most. Not where the disk has something else to do. Their slots are
-    // found when the call comes, so that a wrong guess moves no expert.
-    void read_ahead(const std::vector<int32_t>& likely);
-    // When it is guessed which experts a call needs. Each is right more or less often.
-    enum When { BEFORE_MIXER, BEFORE_LAST_FFN, N_WHEN };
-    // Asked once before each guess: whether it is more often right than wrong, or it is time to look whether
-    // it is now.
-    bool guesses_well(When when);
-    // The next read ahead for a list of likely experts, from piece `piece` of number `i` on; false: none.
-    bool next_early(const std::vector<int32_t>& likely, When when, size_t* i, size_t* piece, unsigned buffer,
-                    ReadRequest* read);
-    void early_used(unsigned when) { guesses_[when].used++, stats.early_used++; }
+    // A guess: the experts that a call will probably need, the likeliest first.
+    struct Likely {
+        std::vector<int32_t> experts;
+        unsigned ahead;  // 0: it is made before the layer's mixer; else beside the call so many layers before
+        size_t i = 0, piece = 0;  // what is asked for next
+    };
+    // Before a layer's mixer: begins to read those that are not in memory, into most_early() buffers at most.
+    // Not where a call has left reads behind. Their slots are found when the call comes, so that a wrong
+    // guess moves no expert.
+    void read_ahead(Likely likely);
+    // Asked once before each guess: whether those of so many layers ahead are more often right than wrong, or
+    // it is time to look whether they are now.
+    bool guesses_well(unsigned ahead);
+    bool next_early(Likely& likely, unsigned buffer, ReadRequest* read);  // false: there is none
+    size_t pieces_missing(const std::vector<int32_t>& some) const;        // not in memory
+    void early_used(unsigned ahead) { guesses_[ahead].used++, stats.early_used++; }
     // Of a bounded step. `wanted`: the experts of a call, those that matter most first. Moves those to its
     // end that are missing and that the step cannot read any more, pays for the others, and returns how many
     // these are. It depends on what is in memory alone, not on when reads come.
@@ -112,6 +122,7 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     const RowRun& run(size_t expert, size_t slab) const { return runs_[expert * names.size() + slab]; }
 
     ExpertFiles& files;
+    const size_t layer;  // its number among those of the files, in the order of calls
     const std::vector<std::string> names;
     std::vector<Piece> pieces;  // of an expert
     size_t scratch_bytes = 0;   // of a thread that arranges
@@ -124,14 +135,13 @@ class DiskExperts : public RowCache<ExpertPolicy> {
     bool in_memory(int32_t expert) const { return !disabled(DiskRows::NO_CACHE) && slot_of(expert) >= 0; }
     uint64_t read_bytes(size_t expert) const;
 
-    const size_t layer_;              // of those of the files
     const std::vector<RowRun> runs_;  // [experts, slabs]
     const int disabled_;
     struct Guesses {
         float right = 1;               // the share of experts read ahead that were needed, of late
         unsigned begun = 0, used = 0;  // experts that the last guess began to read; of those, needed
         unsigned not_asked = 0;        // guesses that would have been wrong too often
-    } guesses_[N_WHEN];
+    } guesses_[kLayersAhead + 1];      // those of so many layers ahead
 };
 
 // The experts that one call needs, in waves of as many as there are slots for, and who works on which.
@@ -164,9 +174,10 @@ class ExpertReads {
 
     size_t begin_wave();  // the tasks of the next wave, which follow those of the last; 0: all are done
     void end_wave();      // DiskError where a read failed
-    // Once all that the call needs is under way, begins to read these experts of the next layer, the
-    // likeliest first, into buffers that the call has no use for.
-    void read_ahead(DiskExperts& next, std::vector<int32_t> likely);
+    // Once all that the call needs and all that is likely of layers before this one is under way, begins to
+    // read these experts of a layer to come, into buffers that the call has no use for. false: so many that
+    // none will be left for the layer behind it.
+    bool read_ahead(DiskExperts& of, DiskExperts::Likely likely);
     const std::vector<Task>& tasks() const { return tasks_; }
 
     // ---- all threads of a region
@@ -218,9 +229,11 @@ class ExpertReads {
     size_t waiting_ = 0;                       // tasks of the running wave that lack pieces
     std::deque<size_t> ready_;                 // tasks of the running wave with work
     std::deque<Pending> queue_;                // the next piece of a task
-    DiskExperts* next_ = nullptr;              // whose experts are read ahead
-    std::vector<int32_t> likely_;
-    size_t likely_at_ = 0, likely_piece_ = 0;  // what comes next of them
+    struct Ahead {
+        DiskExperts* of;
+        DiskExperts::Likely likely;
+    };
+    std::vector<Ahead> ahead_;                 // what is read ahead, the next layer's first
     std::vector<Read> reads_;                  // by buffer
     std::vector<unsigned> buffers_, arrived_;  // without a read; read
     size_t under_way_ = 0;

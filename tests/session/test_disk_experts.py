@@ -415,33 +415,37 @@ def test_a_layer_that_is_guessed_badly_is_seldom_guessed(tmp_path: Path) -> None
 
 @dataclass(frozen=True)
 class Layers:
-    """Two layers behind one queue of reads, the first of which reads ahead for the second; their models."""
+    """Layers behind one queue of reads, each of which reads ahead for those behind it; their models."""
 
-    models: tuple[Model, Model]
-    disk: tuple[Bound, Bound]
+    models: tuple[Model, ...]
+    disk: tuple[Bound, ...]
 
     @staticmethod
     def of(
         directory: Path,
-        quota: int = 2,
+        quota: int | Sequence[int] = 2,
         passing: int = 6,
         *,
+        layers: int = 2,
         neurons: int = 512,
         depth: int = DEPTH,
         method: str = "",
         disable: int = 0,
     ) -> Layers:
         models = []
-        for i, name in enumerate(("first", "second")):
+        for i, name in enumerate(("first", "second", "third", "fourth")[:layers]):
             (directory / name).mkdir()
             models.append(replace(model(directory / name, neurons=neurons, shared=True), rng=11 + i))
         names = [state(m.files[0]) for m in models]
         files = _native.ExpertFiles(names, depth=depth, piece_bytes=PIECE, method=method)
-        one, other = (
-            on_disk(m, quota, passing, files=files, first=i, disable=disable) for i, m in enumerate(models)
-        )
-        one.mixture.before(other.mixture)
-        return Layers((models[0], models[1]), (one, other))
+        quotas = [quota] * layers if isinstance(quota, int) else quota
+        bound = [
+            on_disk(m, quotas[i], passing, files=files, first=i, disable=disable)
+            for i, m in enumerate(models)
+        ]
+        for one, other in pairwise(bound):
+            one.mixture.before(other.mixture)
+        return Layers(tuple(models), tuple(bound))
 
 
 @pytest.mark.parametrize("method", ["threads", "io_uring"])
@@ -500,9 +504,108 @@ def test_wrong_bytes_that_a_layer_before_has_read_are_told_if_they_are_needed(tm
     assert_wrong_bytes_are_told_if_needed(both.models[1], second, first.run)
 
 
-def test_only_a_layer_of_the_same_queue_can_be_read_ahead_beside_another(tmp_path: Path) -> None:
+# ---- two layers before
+
+
+@pytest.mark.parametrize("method", ["threads", "io_uring"])
+@pytest.mark.parametrize("disable", [0, _native.NO_CACHE, _native.NO_PIPELINE])
+@pytest.mark.parametrize("depth", [2, DEPTH, 64])
+def test_no_guess_two_layers_before_changes_a_bit_or_an_expert(
+    tmp_path: Path, depth: int, disable: int, method: str
+) -> None:
+    """Guesses that are right, wrong, or for calls that never come or have many tokens."""
+    all_three = Layers.of(tmp_path, layers=3, neurons=128, depth=depth, disable=disable, method=method)
+    memory = [in_memory(m) for m in all_three.models]
+    plain = [on_disk(m, 2, disable=disable) for m in all_three.models]
+    others = list(calls(256, seed=1))
+    for i, h in enumerate(calls(256)):
+        for n, each in enumerate(all_three.disk):
+            if i % 5 == n + 1:
+                break  # the step ends here
+            for x in (h, others[i]) if i % 3 == n else (h,):
+                assert each.run(x) == plain[n].run(x) == memory[n].run(x), (i, n)
+    for layer, wanted in zip(all_three.disk, plain, strict=True):
+        found, alone = layer.stats(), wanted.stats()
+        assert (found["needed"], found["missed"]) == (alone["needed"], alone["missed"])
+    ahead = disable != _native.NO_PIPELINE and depth > 3
+    assert (all_three.disk[2].stats()["early_used"] > 0) == ahead
+
+
+def test_a_right_guess_two_layers_before_reads_nothing_twice(tmp_path: Path) -> None:
+    """The layer between would guess something else: what is found was asked for before it."""
+    all_three = Layers.of(tmp_path, 0, layers=3, neurons=32, depth=128)
+    first, second, third = all_three.disk
+    memory, used = in_memory(all_three.models[2]), 0
+    for h in calls(256, (1,) * 4):
+        before = third.stats()["early"]
+        first.run(h)
+        assert third.stats()["early"] == before + ACTIVE
+        second.run(-h)
+        begun = third.stats()
+        assert begun["early"] <= before + 2 * ACTIVE
+        assert third.run(h) == memory.run(h)
+        used += ACTIVE
+        found = third.stats()
+        assert (found["early_used"], found["reads"]) == (used, begun["reads"])
+
+
+def test_the_next_layer_is_read_ahead_before_the_one_behind_it(tmp_path: Path) -> None:
+    """An expert has three pieces. So the next layer's nine want more buffers than guesses may have."""
+    first, second, third = Layers.of(tmp_path, 0, layers=3, neurons=32, depth=DEPTH).disk
+    (h,) = calls(256, (1,))
+    first.run(h)
+    assert second.stats()["early"] > 0 and third.stats()["early"] == 0
+
+
+def test_what_a_layer_guessed_wrongly_two_layers_before_has_its_buffers_no_longer(tmp_path: Path) -> None:
+    first, second, third = Layers.of(tmp_path, 0, layers=3, neurons=32, depth=128).disk
+    (h,) = calls(256, (1,))
+    for n in (1, 2):
+        first.run(h)
+        assert third.stats()["early"] == n * ACTIVE  # none of them lies there from before
+        second.run(h)
+        third.run(-h)
+    assert third.stats()["early_used"] == 0
+
+
+def test_a_call_drops_what_was_read_ahead_for_layers_that_have_been_passed_over(tmp_path: Path) -> None:
+    first, _, third, fourth = Layers.of(tmp_path, 0, layers=4, neurons=32, depth=128).disk
+    (h,) = calls(256, (1,))
+    for n in (1, 2, 3):
+        first.run(h)
+        assert third.stats()["early"] == n * ACTIVE
+        fourth.run(h)
+
+
+def test_a_layer_that_is_guessed_badly_two_layers_before_is_still_guessed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    first, second, third = Layers.of(tmp_path, 0, layers=3, neurons=32, depth=128).disk
+    for h in calls(256, (1,) * 60):
+        first.run(h)
+        second.run(-h)  # what the routers like least of what the first layer has read
+        third.run(-h)
+    found = third.stats()
+    assert found["early_used"] == 60 * ACTIVE < found["early"] < found["early_used"] + 60
+
+
+def test_wrong_bytes_that_were_read_two_layers_before_are_told_if_they_are_needed(tmp_path: Path) -> None:
+    all_three = Layers.of(tmp_path, 0, layers=3, neurons=32, depth=128)
+    first, second, third = all_three.disk
+
+    def guess(h: F32) -> None:
+        first.run(h)
+        second.run(-h)
+
+    assert_wrong_bytes_are_told_if_needed(all_three.models[2], third, guess)
+
+
+def test_only_the_next_layer_of_the_same_queue_can_be_read_ahead_beside_another(tmp_path: Path) -> None:
     m = model(tmp_path)
     one, other = on_disk(m, 2), on_disk(m, 2)
+    first, _, third = Layers.of(tmp_path, layers=3).disk
+    with pytest.raises(ValueError, match="of the next layer"):
+        first.mixture.before(third.mixture)
     for next_one in (other.mixture, in_memory(m).mixture, one.mixture):
         with pytest.raises(ValueError):
             one.mixture.before(next_one)
@@ -702,13 +805,14 @@ memory = in_memory(m)
 inputs = list(calls(m.dim, (1, 9, 1, 2)))
 wanted = [memory.run(h) for h in inputs]
 disk = on_disk(m, 2, 2, method=method)
-layers = Layers.of(Path(sys.argv[2]), method=method, neurons=64)
+three = dict(layers=3, method=method, neurons=128, depth=256)
+layers = Layers.of(Path(sys.argv[2]), **three)
 files = [file for each in (m, *layers.models) for file in each.files]
 for each in layers.models:
     wanted += [in_memory(each).run(h) for h in inputs]
 errors = 0
 def run():
-    found = [[], [], []]
+    found = [[], [], [], []]
     for h, guessed in zip(inputs, (inputs[0], None, inputs[0], inputs[3]), strict=True):
         if guessed is not None:
             disk.guess(guessed)
@@ -738,7 +842,18 @@ for guesses in (1, 2):  # what was read ahead fails; then the disk is well again
             disk.guess(h)
         assert disk.run(h) == wanted[n], (guesses, n)
 assert disk.stats()["early"] > disk.stats()["early_used"] > 0
-assert layers.disk[1].stats()["early_used"] > 0
+assert all(each.stats()["early_used"] > 0 for each in layers.disk[1:])
+(Path(sys.argv[2]) / "kept").mkdir()
+layers = Layers.of(Path(sys.argv[2]) / "kept", (EXPERTS, 0, 0), **three)
+for _ in range(2):  # all that is read beside the first layer's call is for those behind it, and fails
+    before = [each.stats()["early"] for each in layers.disk]
+    bad(b"eio_from 1")
+    found = [layers.disk[0].run(inputs[0])]
+    bad(b"none")
+    begun = [each.stats()["early"] - x for each, x in zip(layers.disk, before, strict=True)]
+    assert begun == [0, ACTIVE, ACTIVE], begun
+    found += [each.run(inputs[0]) for each in layers.disk[1:]]
+    assert found == [in_memory(each).run(inputs[0]) for each in layers.models]
 print(errors)
 """
 
