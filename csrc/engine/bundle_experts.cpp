@@ -49,8 +49,8 @@ FFNCounts Context::chosen_add(const MixtureArgs& a, const Chosen& c, const float
     Pieces pieces(of * chunks, 1, pool.threads());
     auto region = [&](int thread) {
         if (c.reads)
-            for (size_t task, first, last; c.reads->take(&task, &first, &last, thread);)
-                add_chunks(walks[task - c.first_task], first, last, thread);
+            for (ExpertReads::Work work; c.reads->take(work, thread);)
+                add_chunks(walks[work.task - c.first_task], work.begin, work.end, thread);
         else
             for (size_t first, last; pieces.take(&first, &last);)
                 for (size_t v = first / chunks; first < last; v++) {
@@ -104,7 +104,7 @@ FFNCounts Context::bundles_from_disk(const MixtureArgs& a, const float* h, const
     const size_t n = tasks.size(), steps = a.tokens > kFewTokens ? a.tokens : 1;
     ExpertReads reads(disk, std::move(tasks), steps, chunks, pool.threads(), interrupted);
     auto await = [&](int thread) {
-        for (size_t task, begin, end; reads.take(&task, &begin, &end, thread);) {
+        for (ExpertReads::Work nothing; reads.take(nothing, thread);) {
         }
     };
     FFNCounts total;

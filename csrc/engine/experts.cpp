@@ -61,6 +61,8 @@ struct Context::Experts {
     const uint8_t* gate_at(size_t place) const;
     const uint8_t* down_row(const Visit& v, size_t row) const;
     size_t activations(const Visit& v, size_t begin, size_t end, int thread, const uint8_t* then) const;
+    void product(const Visit& v, size_t begin, size_t end, int thread, float* to, size_t stride,
+                 const uint8_t* then) const;
     void answers(size_t from, size_t to, size_t begin, size_t end, int thread, const uint8_t* then) const;
     float* products(int thread) const { return ctx.products_.data() + size_t(thread) * product_stride; }
     uint8_t* panel(int thread) const { return panels + size_t(thread) * ctx.panel_stride_; }
@@ -70,6 +72,8 @@ struct Context::Experts {
     const MixtureArgs& a;
     const float* h;  // [tokens, dim]
     float* sum;      // [tokens, dim]
+    const ExpertReads* reads = nullptr;  // of experts on disk
+    float* given = nullptr;              // [entries, dim]: what visits gave while others were read
     const int threads;
     Visit* visits = nullptr;
     size_t n = 0, entries = 0;  // visits; tokens of all of them
@@ -242,21 +246,32 @@ size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, i
     return &f == a.mixture.shared ? 0 : live;
 }
 
-// sum += columns [begin, end) of what visits [from, to) give, by their shares.
+// to [v.n, end - begin], `stride` floats apart := columns [begin, end) of what a visit gives.
+void Context::Experts::product(const Visit& v, size_t begin, size_t end, int thread, float* to, size_t stride,
+                               const uint8_t* then) const {
+    k.matmul(in_slot(v.ffn->down, v), nullptr, begin, end,
+             {ctx.hidden_input_.data() + v.hidden, v.hidden_bytes, v.n, v.lanes}, v.ffn->down_bias, false, to,
+             stride, panel(thread), then);
+}
+
+// sum += columns [begin, end) of what visits [from, to) give, by their shares. The first ones of a visit may
+// have been computed.
 void Context::Experts::answers(size_t from, size_t to, size_t begin, size_t end, int thread,
                                const uint8_t* then) const {
     const size_t some = end - begin;
     float* y = products(thread);
     for (size_t i = from; i < to; i++) {
         const Visit& v = visits[i];
-        const FFN& f = *v.ffn;
-        k.matmul(in_slot(f.down, v), nullptr, begin, end,
-                 {ctx.hidden_input_.data() + v.hidden, v.hidden_bytes, v.n, v.lanes}, f.down_bias, false, y,
-                 some, panel(thread), i + 1 < to ? down_row(visits[i + 1], begin) : then);
+        const size_t known = reads ? reads->tasks()[i].given : 0,
+                     there = std::min(std::max(begin, known), end) - begin;
+        if (there < some)
+            product(v, begin + there, end, thread, y + there, some,
+                    i + 1 < to ? down_row(visits[i + 1], begin) : then);
         for (size_t j = 0; j < v.n; j++) {
-            const bool scaled = a.mixture.rule.scales_input && &f != a.mixture.shared;
+            const bool scaled = a.mixture.rule.scales_input && v.ffn != a.mixture.shared;
             const float w = scaled ? 1 : shares[v.first + j];
             float *add = sum + tokens[v.first + j] * a.dim + begin, *give = y + j * some;
+            if (there) std::copy_n(given + (v.first + j) * a.dim + begin, there, give);
             for (size_t c = 0; c < some; c++) add[c] += w * give[c];
         }
     }
@@ -317,12 +332,14 @@ FFNCounts Context::Experts::counts(size_t active) const {
 }
 
 // Experts on disk, in waves: activations of those that are there, then of the others in the order in which
-// they come, and when all are there the answers. The next wave's are read meanwhile.
+// they come, and when all are there the answers. Of a few tokens, threads that wait for a read begin with the
+// answers. The next wave's are read meanwhile.
 FFNCounts Context::Experts::run_from_disk(const float* weights) {
     DiskExperts& disk = *a.mixture.disk;
     const bool many = most > kFewTokens;
     const size_t rows_at_most = many ? kManyRows : kFewRows, unit = size_t(k.panel_rows);
     std::vector<ExpertReads::Task> tasks;
+    if (!many) given = grown(ctx.routed_.out, entries * a.dim);
     for (size_t i = 0; i < n; i++) {
         const Visit& v = visits[i];
         const FFN& f = *v.ffn;
@@ -330,10 +347,12 @@ FFNCounts Context::Experts::run_from_disk(const float* weights) {
         const size_t least = piece_rows(f.gate.weight.stride, kBlock, threads);
         const float uses = kept ? 0 : uses_of(weights + v.expert, a.mixture.experts.size(), a.tokens);
         tasks.push_back({kept ? -1 : int32_t(v.expert), uses, f.neurons(),
-                         many ? kBlock : std::min(rows_at_most, least)});
+                         many ? kBlock : std::min(rows_at_most, least), many ? 0 : a.dim,
+                         std::min(rows_at_most, piece_rows(f.down.stride, unit, threads))});
     }
     ExpertReads reads(disk, std::move(tasks), a.tokens > kFewTokens ? a.tokens : 1, rows_at_most, threads,
                       ctx.interrupted);
+    this->reads = &reads;
     std::atomic<size_t> active{0};
     for (size_t from = 0, to; from < n; from = to) {
         to = from + reads.begin_wave();
@@ -354,8 +373,13 @@ FFNCounts Context::Experts::run_from_disk(const float* weights) {
                 ctx.pool.barrier();
             }
             size_t live = 0;
-            for (size_t i, begin, end; reads.take(&i, &begin, &end, thread);)
-                live += activations(visits[i], begin, end, thread, nullptr);
+            for (ExpertReads::Work w; reads.take(w, thread);) {
+                const Visit& v = visits[w.task];
+                if (w.columns)
+                    product(v, w.begin, w.end, thread, given + v.first * a.dim + w.begin, a.dim, nullptr);
+                else
+                    live += activations(v, w.begin, w.end, thread, nullptr);
+            }
             active.fetch_add(live, std::memory_order_relaxed);
             ctx.pool.barrier();
             PiecesAhead mine(columns, !many);

@@ -108,7 +108,7 @@ void DiskExperts::load(int threads, Interrupted interrupted) {
     ExpertReads reads(*this, initial(), threads, interrupted);
     reads.begin_wave();
     auto work = [&](int thread) {
-        for (size_t task, begin, end; reads.take(&task, &begin, &end, thread);) {
+        for (ExpertReads::Work nothing; reads.take(nothing, thread);) {
         }
     };
     std::vector<std::thread> crew;
@@ -237,6 +237,7 @@ ExpertReads::ExpertReads(DiskExperts& experts, std::vector<Task> tasks, size_t s
     // call. A prompt, which may need all experts, leaves those that it used most, at the price of as many
     // reads; a bounded step has not paid for these.
     for (const Task& t : tasks_) {
+        with_columns_ |= t.columns > 0;
         if (t.expert < 0) continue;
         rows_.used(t.expert, t.uses);
         if (!many_ || rows_.files.bounded()) rows_.hold(t.expert);
@@ -255,7 +256,8 @@ ExpertReads::ExpertReads(DiskExperts& experts, const std::vector<Wanted>& wanted
       reads_(reader_.depth()) {
     take_buffers();
     for (const Wanted& w : wanted) {
-        tasks_.push_back({w.neuron, 0, 0, 1, 0, w.slot, w.entry});
+        tasks_.push_back({w.neuron, 0, 0, 1});
+        tasks_.back().slot = w.slot, tasks_.back().entry = w.entry;
         request(tasks_.size() - 1);
     }
     pinned_ = tasks_.size();
@@ -323,6 +325,7 @@ void ExpertReads::pin_wave() {
 size_t ExpertReads::begin_wave() {
     std::unique_lock<std::mutex> held(lock_);
     begin_ = end_;
+    whole_.clear();
     if (pinned_ == begin_) pin_wave();
     end_ = pinned_;
     if (!rows_.disabled(DiskRows::NO_PIPELINE)) pin_wave();
@@ -339,26 +342,61 @@ void ExpertReads::end_wave() {
 }
 
 // ---- work
-bool ExpertReads::take(size_t* task, size_t* begin, size_t* end, int thread) {
-    for (std::unique_lock<std::mutex> held(lock_); !failed();) {
+bool ExpertReads::take(Work& work, int thread) {
+    std::unique_lock<std::mutex> held(lock_);
+    for (finish(work); !failed();) {
         if (under_way_ && !taking_) look(false, held);
         if (!arrived_.empty()) {  // first: the disk waits for the buffer
             put_away(held, thread);
             continue;
         }
-        while (!ready_.empty()) {
-            Task& t = tasks_[ready_.front()];
-            *task = ready_.front(), *begin = t.next;
-            const size_t share = (t.rows - t.next) / (threads_ == 1 ? 1 : 2 * threads_);
-            t.next += std::max<size_t>(1, std::min(most_, share) / t.unit) * t.unit;
-            *end = std::min(t.next, t.rows);
-            if (t.next >= t.rows) ready_.pop_front();
-            if (*begin < *end) return true;
-        }
+        if (take_rows(work)) return true;
         if (!waiting_ || failed()) return false;  // a read that was just taken: nobody would wake this thread
+        if (take_columns(work)) return true;
+        if (working_ && with_columns_) {  // soon there may be columns: nobody could wake it from the reader
+            held.unlock();
+            std::this_thread::yield();
+            held.lock();
+            continue;
+        }
         wait(held, thread);
     }
     return false;
+}
+
+// A share of what is left, as Pieces::take, for each to end at about the same time.
+static size_t share(size_t left, size_t most, size_t unit, size_t threads) {
+    return std::max<size_t>(1, std::min(most, left / (threads == 1 ? 1 : 2 * threads)) / unit) * unit;
+}
+
+bool ExpertReads::take_rows(Work& work) {
+    while (!ready_.empty()) {
+        Task& t = tasks_[ready_.front()];
+        work = {ready_.front(), t.next, 0, false};
+        t.next += share(t.rows - t.next, most_, t.unit, threads_);
+        work.end = std::min(t.next, t.rows);
+        if (t.next >= t.rows) ready_.pop_front();
+        if (work.begin < work.end) return working_++, true;
+    }
+    return false;
+}
+
+bool ExpertReads::take_columns(Work& work) {
+    if (whole_.empty()) return false;
+    Task& t = tasks_[whole_.front()];
+    work = {whole_.front(), t.given, 0, true};
+    t.given = std::min(t.columns, t.given + share(t.columns - t.given, most_, t.column_unit, threads_));
+    work.end = t.given;
+    if (t.given == t.columns) whole_.pop_front();
+    return true;
+}
+
+void ExpertReads::finish(const Work& work) {
+    if (work.columns || work.begin == work.end) return;
+    working_--;
+    Task& t = tasks_[work.task];
+    t.done += work.end - work.begin;
+    if (t.done == t.rows && t.columns) whole_.push_back(work.task);
 }
 
 void ExpertReads::help(int thread) {

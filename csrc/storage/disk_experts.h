@@ -155,7 +155,9 @@ class ExpertReads {
         int32_t expert;  // -1: in memory
         float uses;      // as Policy::use
         size_t rows, unit;
-        size_t next = 0;  // row that nobody has taken
+        size_t columns = 0, column_unit = 1;  // of what it gives, where that may be computed while others wait
+        size_t next = 0, done = 0;            // row that nobody has taken; rows whose work is over
+        size_t given = 0;                     // columns of what it gives that have been taken, the first ones
         int32_t slot = -1, entry = -1;
         size_t left = 0;      // pieces that are not in their slot
         bool is_new = false;  // some checksum of it is made now
@@ -182,8 +184,14 @@ class ExpertReads {
 
     // ---- all threads of a region
 
-    // Gives rows [*begin, *end) of a task whose expert is there; false: nobody will get more of this wave.
-    bool take(size_t* task, size_t* begin, size_t* end, int thread);
+    // Rows [begin, end) of a task; or columns of what it gives, once all of its rows are done.
+    struct Work {
+        size_t task = 0, begin = 0, end = 0;
+        bool columns = false;
+    };
+    // What the thread does next, after `work`, which it has done. Columns only where it would sleep till a
+    // read comes: all the others are for when the whole wave is there. false: nobody will get more of it.
+    bool take(Work& work, int thread);
     bool failed() const { return failed_.load(std::memory_order_relaxed); }
     // Puts away what has been read meanwhile, without waiting.
     void help(int thread);
@@ -203,6 +211,9 @@ class ExpertReads {
     bool find_early(const Pending& next);
     void drop_early();
     size_t request_ahead(ReadRequest* requests, size_t most);
+    void finish(const Work& work);
+    bool take_rows(Work& work);
+    bool take_columns(Work& work);
     void look(bool wait, std::unique_lock<std::mutex>& held);
     void accept(const ReadDone* done, size_t n);
     int put(const Read& r, const uint8_t* buffer, int thread);
@@ -221,13 +232,15 @@ class ExpertReads {
     const Interrupted interrupted_;
     std::vector<Task> tasks_;
     const uint64_t bytes_before_;
-    bool many_ = false, loads_ = false;
+    bool many_ = false, loads_ = false, with_columns_ = false;
 
     std::mutex lock_;  // guards the rest, and the RowCache
     std::condition_variable changed_;
     size_t begin_ = 0, end_ = 0, pinned_ = 0;  // tasks of the running wave; up to where they have slots
     size_t waiting_ = 0;                       // tasks of the running wave that lack pieces
     std::deque<size_t> ready_;                 // tasks of the running wave with work
+    std::deque<size_t> whole_;                 // those whose rows are done, with columns
+    size_t working_ = 0;                       // threads that have rows
     std::deque<Pending> queue_;                // the next piece of a task
     struct Ahead {
         DiskExperts* of;
