@@ -70,8 +70,8 @@ struct Context::Experts {
     Context& ctx;
     const Kernels& k;
     const MixtureArgs& a;
-    const float* h;  // [tokens, dim]
-    float* sum;      // [tokens, dim]
+    const float* h;                      // [tokens, dim]
+    float* sum;                          // [tokens, dim]
     const ExpertReads* reads = nullptr;  // of experts on disk
     float* given = nullptr;              // [entries, dim]: what visits gave while others were read
     const int threads;

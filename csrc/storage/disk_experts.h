@@ -155,9 +155,10 @@ class ExpertReads {
         int32_t expert;  // -1: in memory
         float uses;      // as Policy::use
         size_t rows, unit;
-        size_t columns = 0, column_unit = 1;  // of what it gives, where that may be computed while others wait
-        size_t next = 0, done = 0;            // row that nobody has taken; rows whose work is over
-        size_t given = 0;                     // columns of what it gives that have been taken, the first ones
+        size_t columns = 0,
+               column_unit = 1;     // of what it gives, where that may be computed while others wait
+        size_t next = 0, done = 0;  // row that nobody has taken; rows whose work is over
+        size_t given = 0;           // columns of what it gives that have been taken, the first ones
         int32_t slot = -1, entry = -1;
         size_t left = 0;      // pieces that are not in their slot
         bool is_new = false;  // some checksum of it is made now

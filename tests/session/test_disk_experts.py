@@ -81,10 +81,11 @@ class Model:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each slab begins in a slot, and where the last one ends."""
+        """Where each slab begins in a slot, and where the slot ends: behind what a kernel may read."""
         ends = [0]
         for s in self.slabs:
             ends.append(aligned(ends[-1] + s.bytes))
+        ends[-1] = aligned(ends[-2] + self.slabs[-1].bytes + _native.limits().arena_padding)
         return ends
 
 
@@ -974,4 +975,4 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_offsets_are_as_the_slots_say() -> None:
     m = Model((Slab("q4_0", np.zeros((1, 3, 18), np.uint8), 32),) * 2, (), 32, 3, False, False, False)
-    assert m.offsets == [0, 64, 128] and all(b - a >= m.slabs[0].bytes for a, b in pairwise(m.offsets))
+    assert m.offsets == [0, 64, 192] and all(b - a >= m.slabs[0].bytes for a, b in pairwise(m.offsets))

@@ -61,7 +61,8 @@ class Record:
 
     @staticmethod
     def of(tensors: Mapping[str, TensorInfo], layer: int) -> Record:
-        unit, at = _native.limits().slot_alignment, 0
+        limits = _native.limits()
+        unit, at, end = limits.slot_alignment, 0, 0
         slabs = []
         for part in SLABS:
             name = f"layers.{layer}.{part}"
@@ -69,8 +70,10 @@ class Record:
                 continue  # not gated, or in the bundle
             rows, stride = tensors[name].shape[1], tensors[name].stride
             slabs.append(Slab(name, at, rows, stride))
-            at += -(-rows * stride // unit) * unit
-        return Record(tuple(slabs), at)
+            end = at + rows * stride
+            at = -(-end // unit) * unit
+        # Kernels read a little behind a matrix: never into the next slot, which may be filled meanwhile.
+        return Record(tuple(slabs), -(-(end + limits.arena_padding) // unit) * unit)
 
     @property
     def bytes(self) -> int:
