@@ -314,3 +314,18 @@ def test_profile_takes_ram_on_the_command_line(
     ram = enough(thermocline, *asked, "-o", tmp_path / "disk")
     found = figures(thermocline, *asked, "-o", tmp_path / "disk", "--ram", ram)
     assert found | {"path": ""} == wanted | {"path": ""} and [x[0] for x in sessions] == [True]
+
+
+def test_profile_is_no_advice_while_profiling(
+    packs: dict[str, Path], tmp_path: Path, thermocline: Run, sessions: list[tuple[bool, int, int]]
+) -> None:
+    """A pack without a profile said while it was counted that `thermocline profile` makes this faster."""
+    (tmp_path / "text").write_text(TEXT[:300])
+    counted = ("profile", packs["neurons"], "--corpus", tmp_path / "text", "--ctx", "64", "-t", "2")
+    scored = ("eval", packs["neurons"], "--text", tmp_path / "text", "--ctx", "64", "-t", "2")
+    said = []
+    for asked in ((*counted, "-o", tmp_path / "out"), scored):
+        ran = thermocline(*asked, "--ram", enough(thermocline, *asked))
+        assert ran.code == 0 and "is larger than its memory" in ran.err
+        said.append("order of hotness: `thermocline profile" in ran.err)
+    assert said == [False, True] and [x[0] for x in sessions] == [True, True]

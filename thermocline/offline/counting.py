@@ -109,7 +109,8 @@ class CountingWork:
     @contextlib.contextmanager
     def open(self, threads: int) -> Iterator[Callable[[Sequence[Piece]], Counted]]:
         pack = open_same(self.pack, self.stamp)
-        with Session.open(pack, options(threads, self.context, self.ram), beside=self.beside) as session:
+        asked = options(threads, self.context, self.ram)
+        with Session.open(pack, asked, beside=self.beside, hints=False) as session:
             weights, never = session.loaded.weights, threading.Event()
             worker = ProfileWorker.on_cpu(
                 pack.spec, weights, self.prefix, self.context, threads, self.norms, self.sampled

@@ -168,7 +168,7 @@ def open_session(r: ProfileJob, n: int, progress: Progress) -> Session:
     def reading(what: str, done: int, of: int) -> None:
         progress(what, done, of, "B")
 
-    session = Session.open(r.pack, options, progress=reading, beside=_own_bytes(r, n))
+    session = Session.open(r.pack, options, progress=reading, beside=_own_bytes(r, n), hints=False)
     if r.workers > 1 and (session.from_disk or session.placement.tables):
         session.close()
         raise UsageError(

@@ -65,11 +65,13 @@ class Session:
         predictors: Predictors | None = None,
         gpus: Gpus | None = None,
         progress: Progress = silent,
+        hints: bool = True,
     ) -> None:
         self.pack, self.options, self.decision = pack, options, decision
         self.threads = threads_of(options, gpu=gpus is not None)
         self.weights_bytes = weights.memory_bytes(pack, predictors, decision.placement.tables)
         self._predictors, self._gpus, self._progress = predictors, gpus, progress
+        self._hints = hints
         self._begun: BegunLoad | None = None
         self._opened: Opened | None = None
         self._engine: Engine | None = None
@@ -85,11 +87,13 @@ class Session:
         beside: int = 0,
         tried: int = 0,
         fits: bool = False,
+        hints: bool = True,
     ) -> Session:
         """Choose where the weights go; read none. `beside`: bytes of the budget that the caller takes itself.
 
         `tried`: bytes of predictors that `with_predictors` will be given, where a GPU may have them.
-        `fits`: all weights go to RAM, since the caller made sure.
+        `fits`: all weights go to RAM, since the caller made sure. `hints`: say which command makes it faster,
+        unless the caller is that command.
 
         Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
         """
@@ -104,7 +108,7 @@ class Session:
             decision = all_in_ram(pack, predictors, needs)
         else:
             decision, gpus = _chosen(pack, predictors, options, needs)
-        return cls(pack, options, decision, predictors=predictors, gpus=gpus, progress=progress)
+        return cls(pack, options, decision, predictors=predictors, gpus=gpus, progress=progress, hints=hints)
 
     # ---- what was decided
 
@@ -290,7 +294,7 @@ class Session:
             f"{self.pack.path} is larger than its memory: there is room for {share:.0%} of its {what}, "
             f"the others come from disk when they are needed ({opened.store.how})"
         )
-        if a is not None and not a.contents.hotness.ordered:
+        if self._hints and a is not None and not a.contents.hotness.ordered:
             log.warning(
                 "they are in no order of hotness: "
                 f"`thermocline profile {self.pack.path}` makes this much faster"
