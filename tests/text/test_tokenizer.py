@@ -258,6 +258,39 @@ def test_special_tokens_are_added_only_when_asked(tmp_path: Path) -> None:
     assert ours.encode("a") == [0, *ours.encode("a", add_special=False)]
 
 
+# Classes that had `add_bos_token` replace the file's template in transformers 4, and one that never had.
+CLASSES = ("LlamaTokenizerFast", "GemmaTokenizerFast", "CohereTokenizerFast", "PreTrainedTokenizerFast")
+FLAGS: tuple[dict[str, bool], ...] = (
+    {},
+    {"add_bos_token": True, "add_eos_token": True},
+    {"add_bos_token": False, "add_eos_token": False},
+)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("around", [None, "$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+def test_tokenizer_json_alone_says_what_is_put_around_a_text(
+    name: str, around: str | None, tmp_path: Path
+) -> None:
+    """`add_bos_token` of tokenizer_config.json counts for neither us nor transformers 5."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    tok = library(byte_level(tmp_path))
+    if around is not None:
+        ends = [("<s>", 0), ("</s>", 1)]
+        tok.post_processor = processors.TemplateProcessing(single=around, special_tokens=ends)
+        tok.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+    for flags in FLAGS:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | flags))
+        ids = AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"]
+        assert Tokenizer(tmp_path).encode("a") == ids, flags
+        assert (0 in ids, 1 in ids) == ("<s>" in (around or ""), "</s>" in (around or "")), flags
+
+
 def test_a_file_that_asks_for_truncation_is_not_obeyed(tmp_path: Path) -> None:
     tok = library(byte_level(tmp_path))
     tok.enable_truncation(4)
