@@ -144,6 +144,15 @@ def test_a_run_fetches_what_it_needs_once_and_packs_it_once(
     assert sorted(p.split("-q8_0-")[0] for p in packs) == ["hf", "org--name"]
 
 
+def test_a_quantised_repository_is_refused_by_the_file_that_says_so(
+    hub: Hub, tiny_hf: Path, thermocline: Run
+) -> None:
+    about = b'{"quantization": {"quant_algo": "NVFP4"}}'
+    hub.repos["org/name"] = model(tiny_hf, **{"hf_quant_config.json": about})
+    ran = thermocline("run", "-m", "org/name", "-n", "3", "Once")
+    assert ran.code == 6 and "hf_quant_config.json: weights that ModelOpt quantised to 'NVFP4'" in ran.err
+
+
 def test_pull_refreshes_and_run_does_not(hub: Hub, tiny_hf: Path) -> None:
     repo = hub.repos["org/name"] = model(tiny_hf)
     old = pull("org/name")

@@ -234,6 +234,40 @@ def test_a_model_without_norm_weights_gets_ones() -> None:
     assert not any(name.endswith(".bias") for name in tensors)
 
 
+# hf_quant_config.json's "quantization", and how it is refused.
+MODELOPT: dict[str, tuple[Any, type[Exception], str]] = {
+    "FP8": (
+        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        Unsupported,
+        "hf_quant_config.json: weights that ModelOpt quantised to 'FP8' are not supported; take the bf16",
+    ),
+    "NVFP4": ({"quant_algo": "NVFP4", "group_size": 16}, Unsupported, "'NVFP4' .* or a GGUF"),
+    "an object": ({"quant_algo": {"a": "\n"}}, Unsupported, "are not supported"),
+    "no algorithm": ({"kv_cache_quant_algo": "FP8"}, BadFile, "not an object with quant_algo"),
+    "a list": ([], BadFile, "not an object with quant_algo"),
+    "nothing": (None, BadFile, "quantization is None"),
+}
+
+
+@pytest.mark.parametrize("case", MODELOPT)
+def test_weights_that_modelopt_quantised_are_refused_by_their_algorithm(case: str, tmp_path: Path) -> None:
+    """Its older checkpoints say so in a file of their own alone, which nobody looked at."""
+    told, error, message = MODELOPT[case]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    about = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": told}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
+    with pytest.raises(error, match=message) as caught:
+        families.read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_modelopt_may_quantise_keys_and_values_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    about = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
+    assert families.read_config(tmp_path)[0] == spec_of(LLAMA)
+
+
 def test_every_ignored_key_has_a_reason_and_no_double_meaning() -> None:
     assert all(len(reason) > 10 for reason in hf_config.IGNORED.values())
     assert not hf_config.IGNORED.keys() & hf_config.REQUIRED_VALUE.keys()
@@ -559,13 +593,13 @@ FILES: dict[str, tuple[Callable[[Path], Any], type[ThermoclineError], str]] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "hf_quant_config.json"])
 def test_a_file_that_is_no_config_is_said_in_a_line_at_once(file: str, kind: str, tmp_path: Path) -> None:
     make, error, message = FILES[kind]
     if file != "config.json":
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     make(tmp_path / file)
-    if (file, kind) == ("generation_config.json", "absent"):
+    if file != "config.json" and kind == "absent":
         families.read_config(tmp_path)
         return
     started = time.process_time()

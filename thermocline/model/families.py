@@ -31,6 +31,7 @@ from thermocline.model.relu import smallthinker
 from thermocline.model.spec import ModelSpec, check_spec
 from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, grouped_rows, tensors
 
+QUANTISED = "hf_quant_config.json"  # of NVIDIA's ModelOpt, which at first said nothing in config.json
 MAX_CONFIG_BYTES = 512 << 10  # parsing takes at most 33 times the size: less than 4 x metadata + 16 MiB
 Read = tuple[ModelSpec, TensorMap]
 # transformers' defaults for keys that a config may leave out. Any other missing key is an error.
@@ -62,6 +63,8 @@ def read_config(path: Path, activation: str | None = None) -> Read:
     """
     config_path, generation_path = path / "config.json", path / "generation_config.json"
     config, generation = read_config_json(config_path), None
+    _family(config, str(config_path))
+    _refuse_quantised(path / QUANTISED)
     if os.path.exists(generation_path):
         generation = parse_json(read_small(generation_path, MAX_CONFIG_BYTES), str(generation_path))
     called = (*path.resolve().parts[-3:], config.get("_name_or_path"))
@@ -70,6 +73,20 @@ def read_config(path: Path, activation: str | None = None) -> Read:
         config = config | {"hidden_act": "relu"}
     read = parse_config(config, generation, str(config_path), activation, sure=not unsure)
     return _with_pooling(*read, path, config, called)
+
+
+def _refuse_quantised(file: Path) -> None:
+    """Refuse weights that ModelOpt quantised. It may have done so with keys and values alone."""
+    if not os.path.exists(file):
+        return
+    told = parse_json(read_small(file, MAX_CONFIG_BYTES), str(file)).get("quantization")
+    if not isinstance(told, dict) or "quant_algo" not in told:
+        raise BadFile(f"{file}: quantization is {quoted(told)}, not an object with quant_algo")
+    if told["quant_algo"] is not None:
+        raise Unsupported(
+            f"{file}: weights that ModelOpt quantised to {quoted(told['quant_algo'])} are not supported; "
+            "take the bf16 repository of this model, or a GGUF"
+        )
 
 
 def _with_pooling(
