@@ -120,6 +120,8 @@ def test_the_chat_template_goes_along(tmp_path: Path) -> None:
         (
             ("tokenizer_config.json", '{"chat_template": "A"}', "A"),
             ("tokenizer_config.json", json.dumps({"chat_template": named}), "D"),
+            ("chat_template.json", '{"chat_template": "older"}', "D"),
+            ("tokenizer_config.json", "{}", "older"),
             ("chat_template.jinja", "{{ B }}", "{{ B }}"),
         )
     ):

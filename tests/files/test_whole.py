@@ -106,21 +106,22 @@ def test_doctor_replaces_its_file_whole(
     assert seen == [["the old one", out.read_text()]] and json.loads(out.read_text())["cpu"]
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
 def test_a_chat_template_outside_of_the_models_directory_is_not_packed(
-    tmp_path: Path, thermocline: Run
+    name: str, tmp_path: Path, thermocline: Run
 ) -> None:
     """A link in a stranger's archive copied any file of this machine into the pack."""
     model, secret = tmp_path / "model", tmp_path / "secret"
     tiny.hf_directory(model)
     secret.write_text("do not copy this")
-    (model / "chat_template.jinja").symlink_to(secret)
+    (model / name).symlink_to(secret)
     ran = thermocline("pack", model, "-o", tmp_path / "pack", "-q")
-    assert ran.code == 3 and "chat_template.jinja: is a link out of the model's directory" in ran.err
+    assert ran.code == 3 and f"{name}: is a link out of the model's directory" in ran.err
     assert not (tmp_path / "pack").exists()
 
-    (model / "chat_template.jinja").unlink()
+    (model / name).unlink()
     (model / "own").write_text("{{ messages }}")
-    (model / "chat_template.jinja").symlink_to("own")
+    (model / name).symlink_to("own")
     assert thermocline("pack", model, "-o", tmp_path / "pack", "-q").code == 0
 
 

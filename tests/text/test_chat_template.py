@@ -345,11 +345,14 @@ def test_an_answer_ends_where_the_template_ends_one(name: str, end: str | None, 
     assert list(chat_template(directory(byte_level), name).stop_ids) == ids
 
 
-def test_a_template_is_found_in_either_file(tmp_path: Path, directory: Any) -> None:
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+def test_a_template_is_found_in_each_file(file: str, tmp_path: Path, directory: Any) -> None:
     tokenizer = Tokenizer(directory(byte_level))
 
-    def rendered(config: dict[str, Any]) -> str:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    def rendered(held: dict[str, Any]) -> str:
+        tokens = {k: v for k, v in held.items() if k != "chat_template"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+        (tmp_path / file).write_text(json.dumps(held))
         template = ChatTemplate(tmp_path, tokenizer)
         try:
             return template.render([{"role": "user", "content": "x"}])[0]
@@ -359,13 +362,34 @@ def test_a_template_is_found_in_either_file(tmp_path: Path, directory: Any) -> N
     assert rendered({"chat_template": "a{{ bos_token }}", "bos_token": {"content": "<s>"}}) == "a<s>"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     assert rendered({"chat_template": named}) == "d"
-    for bad in ({"chat_template": 5}, {"chat_template": named[:1]}, {"chat_template": "", "bos_token": 5}):
-        with pytest.raises(BadFile):
+    for bad in ({"chat_template": 5}, {"chat_template": named[:1]}):
+        with pytest.raises(BadFile, match=f"{file}: chat_template"):
             rendered(bad)
+    with pytest.raises(BadFile, match="bos_token"):
+        rendered({"chat_template": "", "bos_token": 5})
     with pytest.raises(UsageError, match="--template FILE"):
         rendered({})
     (tmp_path / "chat_template.jinja").write_text("file")
     assert rendered({"chat_template": "config"}) == "file"
+
+
+def test_the_older_file_of_a_template_is_the_last_to_be_read(tmp_path: Path, directory: Any) -> None:
+    """Processors kept it there at first: such a model was said to have no template."""
+    tokenizer = Tokenizer(directory(byte_level))
+
+    def source() -> str:
+        template = ChatTemplate(tmp_path, tokenizer)
+        template.close()
+        return template.source
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
+    (tmp_path / "chat_template.json").write_bytes(b"not JSON, and not read")
+    assert source() == "config"
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(BadFile, match=r"chat_template\.json: not valid JSON"):
+        source()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "older"}))
+    assert source() == "older"
 
 
 def test_variables_reach_the_template_but_not_over_ours(directory: Any) -> None:

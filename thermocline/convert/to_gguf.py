@@ -307,15 +307,14 @@ _ENDS = ("eos", "eot", "eom")
 def _chat_template(pack: Pack) -> str | None:
     if "chat_template.jinja" in pack.files:
         return read_small(pack.path / "chat_template.jinja", MAX_COPIED_BYTES).decode()
-    if "tokenizer_config.json" not in pack.files:
-        return None
-    path = pack.path / "tokenizer_config.json"
-    found = parse_json(read_small(path, MAX_COPIED_BYTES), str(path)).get("chat_template")
-    if isinstance(found, list):  # several templates, by name
-        found = next(
-            (t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None
-        )
-    return found if isinstance(found, str) else None
+    for path in (pack.path / n for n in ("tokenizer_config.json", "chat_template.json") if n in pack.files):
+        found = parse_json(read_small(path, MAX_COPIED_BYTES), str(path)).get("chat_template")
+        if isinstance(found, list):  # several templates, by name
+            named = (t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default")
+            found = next(named, None)
+        if isinstance(found, str):
+            return found
+    return None
 
 
 def _pieces(pack: Pack, name: str, architecture: Architecture) -> Iterator[TensorSlice]:

@@ -19,7 +19,7 @@ from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 TEXT_FILES = (  # the files besides weights that a reader of Hugging Face directories may need
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("modules.json", "config_sentence_transformers.json", "hf_quant_config.json"),
+    *("chat_template.json", "modules.json", "config_sentence_transformers.json", "hf_quant_config.json"),
 )
 # What modules.json names: how hidden states become a vector, or logits a score.
 _MODULE = re.compile(r"\d+_(Pooling|LogitScore)/config\.json")

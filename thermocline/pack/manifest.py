@@ -23,7 +23,10 @@ NEWEST = 3  # which only packs have that version 2 cannot say, so that older bui
 OLD_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "i32")  # version 2's
 BLOCK_BYTES = 65536
 GENERATION_CONFIG = "generation_config.json"
-COPIED = ("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG, "chat_template.jinja")
+COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG),
+    *("chat_template.jinja", "chat_template.json"),
+)
 MAX_WEIGHTS_BYTES = 1 << 48
 MAX_RANK = 1 << 16
 

@@ -24,6 +24,7 @@ from thermocline.text.tokenizer_process import Added
 
 Message = Mapping[str, Any]  # "role", "content" (a text or its parts), and other keys that the template reads
 JINJA_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+JSON_FILE = "chat_template.json"  # of older processors
 MAX_CONFIG_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest known have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -153,15 +154,23 @@ def _config(files: SmallFiles) -> dict[str, Any]:
 
 
 def _source(files: SmallFiles, config: dict[str, Any]) -> tuple[str | None, str]:
-    """Return the template and its place. A file of its own wins, as in transformers."""
+    """Return the template and its place. Its own file wins, as in transformers; its older one comes last."""
     if files.has(JINJA_FILE):
         name = files.label(JINJA_FILE)
         try:
             return files.read(JINJA_FILE, MAX_TEMPLATE_BYTES).decode(), name
         except UnicodeDecodeError:
             raise BadFile(f"{name}: not UTF-8 text") from None
-    name = f"{files.label(CONFIG_FILE)}: chat_template"
-    found = config.get("chat_template")
+    found, name = _keyed(config, files.label(CONFIG_FILE))
+    if found is None and files.has(JSON_FILE):
+        label = files.label(JSON_FILE)
+        return _keyed(parse_json(files.read(JSON_FILE, MAX_CONFIG_BYTES), label), label)
+    return found, name
+
+
+def _keyed(held: dict[str, Any], file: str) -> tuple[str | None, str]:
+    """Return the template that an object of JSON has, and its place."""
+    name, found = f"{file}: chat_template", held.get("chat_template")
     if isinstance(found, list):  # several templates, by name
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
