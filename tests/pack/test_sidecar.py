@@ -65,6 +65,14 @@ def test_a_file_from_before_checksums_is_refused_with_the_command_that_makes_it_
         read(path)
 
 
+def test_a_file_that_verify_finds_from_before_checksums_is_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "profile.safetensors"
+    path.write_bytes(written(path).replace(rb"\"version\":2", rb"\"version\":1"))
+    (tmp_path / "pack.json").write_text("{}")
+    (problem,) = sidecar.problems(tmp_path)
+    assert problem == f"{path}: is 'profile' version 1, not version 2; make it again"
+
+
 @pytest.fixture
 def profiled(tiny_pack: Path, tmp_path: Path, thermocline: Run) -> Path:
     pack, text = tmp_path / "pack", tmp_path / "text.txt"
@@ -89,6 +97,7 @@ def test_verify_looks_at_all_that_was_made_for_a_pack(profiled: Path, thermoclin
         assert ran.code == 3 and "remove it, or make it again" in ran.err
         (problem,) = json.loads(ran.out)["problems"]
         assert name in problem and "checksum mismatch in layers.1" in problem
+        assert problem.endswith(": damaged; make it again")  # "run `the command that made it` again" was said
         harm(profiled / name, 3)
     assert thermocline("verify", profiled).code == 0
 

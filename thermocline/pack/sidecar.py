@@ -104,14 +104,14 @@ class Sidecar:
     facts: Json
     file: SafeTensors
     sums: dict[str, str]  # checksums by tensor
-    again: str  # the command that makes the file
+    again: str | None  # the command that makes the file; None: of several kinds of files, each has its own
 
     @staticmethod
-    def open(path: Path, kind: str | None, pack: str, again: str) -> Sidecar | None:
+    def open(path: Path, kind: str | None, pack: str, again: str | None) -> Sidecar | None:
         """Open a sidecar; None if there is no file.
 
         `kind` None accepts any kind. `pack` is the pack's stamp. `again` is the command that makes the file,
-        for messages. Raises BadFile or IOFailure.
+        for messages, where the caller knows it. Raises BadFile or IOFailure.
         """
         if not os.path.lexists(path):
             return None
@@ -119,7 +119,7 @@ class Sidecar:
         try:
             facts, sums = _facts(file, kind, again), _sums(file, again)
             if facts.get("pack") != pack:
-                raise BadFile(f"{path}: made for another pack; run `{again}` again")
+                raise BadFile(f"{path}: made for another pack; {_make(again)}")
             return Sidecar(path, facts, file, sums, again)
         except BaseException:
             file.close()
@@ -132,21 +132,21 @@ class Sidecar:
         """Read a whole tensor. A None in `shape` accepts any size. Raises BadFile or IOFailure."""
         entry = self.file.tensors.get(name)
         if entry is None:
-            raise BadFile(f"{self.path}: tensor {name} is missing; run `{self.again}` again")
+            raise BadFile(f"{self.path}: tensor {name} is missing; {_make(self.again)}")
         fits = len(entry.shape) == len(shape) and all(
             want in (None, have) for want, have in zip(shape, entry.shape, strict=True)
         )
         if entry.dtype != _DTYPES[dtype] or not fits:
             have = f"{entry.dtype} {quoted(entry.shape)}"
             want = f"{_DTYPES[dtype]} {shape}"
-            raise BadFile(f"{self.path}: tensor {name} is {have}, not {want}; run `{self.again}` again")
+            raise BadFile(f"{self.path}: tensor {name} is {have}, not {want}; {_make(self.again)}")
         return self._checked(name).view(dtype).reshape(entry.shape)
 
     def _checked(self, name: str) -> NDArray[np.uint8]:
         entry = self.file.tensors[name]
         data = self.file.read_bytes(entry.start, entry.end - entry.start)
         if _hex(_native.crc32c(data)) != self.sums[name]:
-            raise BadFile(f"{self.path}: checksum mismatch in {name}: damaged; run `{self.again}` again")
+            raise BadFile(f"{self.path}: checksum mismatch in {name}: damaged; {_make(self.again)}")
         return data
 
     def problems(self) -> Iterator[str]:
@@ -163,7 +163,7 @@ def problems(directory: Path) -> Iterator[str]:
     pack = stamp(directory)
     for path in sorted(directory.glob("*.safetensors")):
         try:
-            found = Sidecar.open(path, None, pack, "the command that made it")
+            found = Sidecar.open(path, None, pack, None)
         except (BadFile, IOFailure) as e:
             yield str(e)
             continue
@@ -172,7 +172,11 @@ def problems(directory: Path) -> Iterator[str]:
                 yield from found.problems()
 
 
-def _sums(file: SafeTensors, again: str) -> dict[str, str]:
+def _make(again: str | None) -> str:
+    return "make it again" if again is None else f"run `{again}` again"
+
+
+def _sums(file: SafeTensors, again: str | None) -> dict[str, str]:
     """Return the checksum of each tensor. BadFile if the header's own checksum is wrong."""
     head = file.read_bytes(0, 8)
     head = file.read_bytes(0, 8 + int.from_bytes(head.tobytes(), "little"))
@@ -180,16 +184,17 @@ def _sums(file: SafeTensors, again: str) -> dict[str, str]:
     own = text[len(names) * DIGITS :]
     blank = head.tobytes().replace(f'{own}"'.encode(), b"0" * DIGITS + b'"', 1)
     if len(own) != DIGITS or _hex(_native.crc32c(blank)) != own:
-        raise BadFile(f"{file.path}: checksum mismatch in its header: damaged; run `{again}` again")
+        raise BadFile(f"{file.path}: checksum mismatch in its header: damaged; {_make(again)}")
     return {name: text[i * DIGITS : (i + 1) * DIGITS] for i, name in enumerate(names)}
 
 
-def _facts(file: SafeTensors, kind: str | None, again: str) -> Json:
+def _facts(file: SafeTensors, kind: str | None, again: str | None) -> Json:
     text = file.metadata.get(KEY)
     if text is None:
         raise BadFile(f"{file.path}: not a {kind or 'sidecar'} file of Thermocline's: no metadata {KEY!r}")
     facts = parse_json(text.encode(), f"{file.path}: metadata")
     if (kind is not None and facts.get("kind") != kind) or facts.get("version") != VERSION:
         have = f"{quoted(facts.get('kind'))} version {quoted(facts.get('version'))}"
-        raise BadFile(f"{file.path}: is {have}, not {kind or ''} version {VERSION}; run `{again}` again")
+        want = f"version {VERSION}" if kind is None else f"{kind} version {VERSION}"
+        raise BadFile(f"{file.path}: is {have}, not {want}; {_make(again)}")
     return facts
