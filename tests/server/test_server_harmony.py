@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import httpx2
 import pytest
+from fill_marks import marked
+from scripted import scripted
 from test_server_answer_parser import pieces_of, shown
+from toy import SPEC, WEIGHTS, Letters
 
 from thermocline.cli.said import Said
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.request import Chunk
+from thermocline.engine.sampler import Sampler, SamplingParams
+from thermocline.ops import reference
 from thermocline.server.api import conversation, schema
+from thermocline.server.api.answers import marked_text
 from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Piece
 from thermocline.server.api.parsing.harmony import HarmonyParser, parser_of
 from thermocline.server.http.limits import ServerLimits
+from thermocline.text.tokenizer_process import Added
 
 TEMPLATE = "<|start|>assistant<|channel|>analysis<|message|>{{ tools }}<|call|>"
+SHOWN = TEMPLATE.replace("{{ tools }}", "{{ messages[0].content }}")
 THOUGHT = "<|channel|>analysis<|message|>Let me <b>see</b>.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>Four."
 CALL = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
@@ -92,11 +104,12 @@ def test_a_thought_or_a_text_before_a_call_goes_back_to_the_template() -> None:
 def test_at_a_terminal_thoughts_are_shown_and_not_kept() -> None:
     marks = {i: m for i, m in enumerate(HarmonyParser.marks)}
     ids = {m: i for i, m in marks.items()}
-    tokenizer = SimpleNamespace(is_special=lambda i: i in marks, name=lambda i: marks[i])
+    tokenizer = SimpleNamespace(is_special=lambda i: i in marks, name=lambda i: marks[i], added=Marked.added)
     llm: Any = SimpleNamespace(tokenizer=tokenizer, chat_template=SimpleNamespace(source=TEMPLATE))
     pieces = ["<|channel|>", "analysis", "<|message|>", "Two", " twos.", "<|end|>", "<|start|>", "assistant"]
     pieces += ["<|channel|>", "final", "<|message|>", "Four", ".", "<|return|>"]
     said, seen, text = Said(llm), "", ""
+    assert said.marks == {i: mark == "<|message|>" for i, mark in marks.items()}
     for piece in pieces:
         own = "" if piece in ids else piece
         text += own
@@ -110,3 +123,76 @@ def completion(text: str) -> Any:
     from dataclasses import make_dataclass
 
     return make_dataclass("Completion", [("text", str)], frozen=True)(text)
+
+
+# ---- stop strings
+
+
+class Marked(Letters):
+    """A tokenizer whose first tokens are harmony's marks, which add no text."""
+
+    added = tuple(
+        Added(i, mark, special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)
+        for i, mark in enumerate(HarmonyParser.marks)
+    )
+
+    def is_special(self, token: int) -> bool:
+        return token < len(self.added)
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if self.is_special(token) else super().token_bytes(token)
+
+    def name(self, token: int) -> str:
+        return self.added[token].content
+
+
+def tokens(text: str) -> list[int]:
+    marks = HarmonyParser.marks
+    split = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    return [i for t in split for i in ([marks.index(t)] if t in marks else Letters().encode(t)[1:])]
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "pieces"),
+    [
+        ("analysis", "length", [("reasoning_content", "let_me_see,"), ("content", "a_final_word")]),
+        ("assistant", "length", [("reasoning_content", "let_me_see,"), ("content", "a_final_word")]),
+        ("final", "stop", [("reasoning_content", "let_me_see,"), ("content", "a_")]),
+        ("_see", "stop", [("reasoning_content", "let_me")]),
+        (",assistant", "length", [("reasoning_content", "let_me_see,"), ("content", "a_final_word")]),
+        (",x", "length", [("reasoning_content", "let_me_see,"), ("content", "a_final_word")]),
+        ("words", "length", [("reasoning_content", "let_me_see,"), ("content", "a_final_word")]),
+    ],
+)
+def test_a_stop_string_is_looked_for_in_what_is_shown(
+    stop: str, reason: str, pieces: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's words ended answers, and what was held back at a mark went into the head behind it."""
+    head, tokenizer = "<|start|>assistant<|channel|>final<|message|>", Marked()
+    answer = tokens(f"<|channel|>analysis<|message|>let_me_see,<|end|>{head}a_final_word")
+    script = iter(answer)
+    monkeypatch.setattr(Sampler, "sample", lambda *_: next(script))
+    parser = HarmonyParser(tools=False)
+    marks = parser.stop_marks(tokenizer.added)
+    engine = Engine(SPEC, WEIGHTS, reference, EngineSettings(context=256), tokenizer=cast("Any", tokenizer))
+    params = SamplingParams(temperature=0, max_tokens=len(answer), stop=(stop,), marks=marks)
+    request = engine.submit([50], params)
+    while engine.step():
+        pass
+    text = "".join(marked_text(cast("Any", tokenizer), parser, chunk) for chunk in request.chunks)
+    assert (request.finish_reason, shown(pieces_of(parser, text, 1))) == (reason, pieces)
+
+
+def test_chats_and_no_other_requests_have_marks(tmp_path: Path) -> None:
+    names = [mark for mark in HarmonyParser.marks if mark != "<|call|>"]  # one is text there
+    with scripted(template=SHOWN, files=marked(tmp_path, names, special=True)) as made:
+        made.engine.answer = ["<|message|>Four."]
+        for path, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "2 + 2?"}]}),
+            ("completions", {"prompt": "2 + 2 ="}),
+        ):
+            got = httpx2.post(f"{made.url}/v1/{path}", json=body, timeout=60)
+            assert got.status_code == 200, got.text
+        named = {t.content: t.id for t in made.model.tokenizer.added}
+        chat, completion = (params.marks for params in made.engine.asked)
+    assert chat == {named[m]: m == "<|message|>" for m in names} and completion == {}

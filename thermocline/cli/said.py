@@ -28,6 +28,11 @@ class Said:
         self._tokenizer, self._read, self._thinks = llm.tokenizer, 0, False
         self._content: list[str] = []
 
+    @property
+    def marks(self) -> dict[int, bool]:
+        """`SamplingParams.marks` of such an answer: what is not shown holds no stop string."""
+        return {} if self._parts is None else self._parts.stop_marks(self._tokenizer.added)
+
     def add(self, chunk: Chunk) -> str:
         """Return what is shown of one more token."""
         self._read += len(chunk.text)

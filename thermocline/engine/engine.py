@@ -618,7 +618,10 @@ class Engine:
         text, stopped = request.matcher.push(text)
         if stopped:
             return text, "stop"
-        return (text, None) if reason is None else (text + request.matcher.flush(), reason)
+        if reason is not None:
+            return text + request.matcher.flush(), reason
+        looks = request.params.marks.get(token)
+        return (text if looks is None else text + request.matcher.pass_mark(looks)), None
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason

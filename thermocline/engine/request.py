@@ -99,12 +99,12 @@ class StopMatcher:
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
-        self._held = ""
+        self._held, self._looks = "", True
         self.met: str | None = None  # the stop string that ended the answer
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text. Return (text that is certainly part of the answer, whether a stop string ended it)."""
-        if not self._stop:
+        if not (self._stop and self._looks):
             return text, False
         text = self._held + text
         found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
@@ -115,6 +115,11 @@ class StopMatcher:
         keep = len(text) - max(overlap(text, s) for s in self._stop)
         self._held = text[keep:]
         return text[:keep], False
+
+    def pass_mark(self, looks: bool) -> str:
+        """Return what was held back before a mark. `looks`: a stop string may be behind the mark."""
+        self._looks = looks
+        return self.flush()
 
     def flush(self) -> str:
         held, self._held = self._held, ""

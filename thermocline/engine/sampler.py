@@ -49,6 +49,8 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()  # tokens that end the text besides the model's own end-of-sequence tokens
     prompt_logprobs: int | None = None  # like logprobs, for the prompt's tokens after the first
     grammar: Grammar | None = None  # the whole text must follow it; applied before the other filters
+    # Tokens without text that no stop string reaches across -> whether one may be in the text behind them.
+    marks: Mapping[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 0, None, optional=True)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,7 @@ def chat(o: ChatOptions) -> int:
     with ProgressBar(quiet=o.quiet) as progress, open_llm(o, progress, template) as llm:
         params = params_for(llm, o, grammar)
         _ = llm.chat_template.stop_ids  # refuses a model without a template early, and starts its process
+        params = replace(params, marks=Said(llm).marks)
         llm.load()
         show: Callable[[str], None] = (lambda text: None) if o.quiet else show_dim
         alone = not repl.is_terminal()

@@ -69,17 +69,17 @@ async def begin_chat(
     assert template is not None
     stop_ids = await api.prompt(lambda: template.stop_ids)
     thinking = conversation.ends_within_a_thought(model.format.think, model.tokenizer, ids)
+    parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking)
+    marks = parser().stop_marks(model.tokenizer.added)
 
     def sampling() -> SamplingParams:
         limit = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
         logprobs = (r.top_logprobs or 0) if r.logprobs else None
         found = schema.sampling_params(r, model.defaults, logprobs=logprobs, max_tokens=limit)
         grammar = answer_grammar(offer, model.format, thinking, found.grammar)
-        return replace(found, stop_ids=stop_ids, grammar=grammar)
+        return replace(found, stop_ids=stop_ids, grammar=grammar, marks=marks)
 
     params = await given.apart(sampling)
     await api.check_grammar(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
     jobs = api.submit(model, api.prepare(model, ids, params, r.n or 1))
-    free = params.grammar is None
-    parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking, free=free)
-    return BegunChat(model, jobs, parser, len(ids))
+    return BegunChat(model, jobs, partial(parser, free=params.grammar is None), len(ids))

@@ -13,6 +13,7 @@ from typing import Any
 from thermocline.engine.request import overlap
 from thermocline.server.api.parsing.call_forms import BARE, Call, CallForm, Schemas, form_of
 from thermocline.text.grammar import Calls, CallText, Thought
+from thermocline.text.tokenizer_process import Added
 
 THINK = ("<think>", "</think>")
 # The marks around a thought, by what a template has: Gemma 4's, Cohere's, Seed's, and everybody else's.
@@ -36,6 +37,7 @@ class Parts(ABC):
     """A parser of one answer."""
 
     marks: Sequence[str]  # the special tokens whose names it reads as text
+    hiding: Sequence[str] = ()  # those of them behind which nothing is shown, up to the next one
 
     def __init__(self) -> None:
         self._held = ""
@@ -47,6 +49,11 @@ class Parts(ABC):
         while self._step(found):
             pass
         return found
+
+    def stop_marks(self, added: Sequence[Added]) -> dict[int, bool]:
+        """Return `SamplingParams.marks` out of a tokenizer's tokens: the marks that are no text."""
+        read = (t for t in added if t.special and t.content in self.marks)
+        return {t.id: t.content not in self.hiding for t in read}
 
     @abstractmethod
     def flush(self) -> list[Piece]:

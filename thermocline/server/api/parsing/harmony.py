@@ -34,7 +34,8 @@ def parser_of(format: AnswerFormat, *, tools: Schemas | None, thinking: bool, fr
 class HarmonyParser(Parts):
     """The parser of one answer; the prompt ends where the first message's channel begins."""
 
-    marks = (*_ENDS, _MESSAGE, "<|channel|>", "<|constrain|>")
+    hiding = (*_ENDS, "<|channel|>", "<|constrain|>")  # a head is behind each, up to the message
+    marks = (*hiding, _MESSAGE)
 
     def __init__(self, *, tools: bool) -> None:
         super().__init__()
