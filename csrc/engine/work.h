@@ -39,9 +39,7 @@ class Pieces {
         size_t at = next_.load(std::memory_order_relaxed), size;
         do {
             if (at >= n_) return false;
-            size =
-                std::max<size_t>(1, std::min(most_, (n_ - at) / (threads_ == 1 ? 1 : 2 * threads_)) / unit_) *
-                unit_;
+            size = next_piece(n_ - at, most_, unit_, threads_);
         } while (!next_.compare_exchange_weak(at, at + size, std::memory_order_relaxed));
         *begin = at, *end = std::min(n_, at + size);
         return true;

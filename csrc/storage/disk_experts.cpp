@@ -364,16 +364,11 @@ bool ExpertReads::take(Work& work, int thread) {
     return false;
 }
 
-// A share of what is left, as Pieces::take, for each to end at about the same time.
-static size_t share(size_t left, size_t most, size_t unit, size_t threads) {
-    return std::max<size_t>(1, std::min(most, left / (threads == 1 ? 1 : 2 * threads)) / unit) * unit;
-}
-
 bool ExpertReads::take_rows(Work& work) {
     while (!ready_.empty()) {
         Task& t = tasks_[ready_.front()];
         work = {ready_.front(), t.next, 0, false};
-        t.next += share(t.rows - t.next, most_, t.unit, threads_);
+        t.next += next_piece(t.rows - t.next, most_, t.unit, threads_);
         work.end = std::min(t.next, t.rows);
         if (t.next >= t.rows) ready_.pop_front();
         if (work.begin < work.end) return working_++, true;
@@ -385,7 +380,7 @@ bool ExpertReads::take_columns(Work& work) {
     if (whole_.empty()) return false;
     Task& t = tasks_[whole_.front()];
     work = {whole_.front(), t.given, 0, true};
-    t.given = std::min(t.columns, t.given + share(t.columns - t.given, most_, t.column_unit, threads_));
+    t.given = std::min(t.columns, t.given + next_piece(t.columns - t.given, most_, t.column_unit, threads_));
     work.end = t.given;
     if (t.given == t.columns) whole_.pop_front();
     return true;
