@@ -21,6 +21,15 @@ void bind_quantise(nanobind::module_& m);                                       
 void bind_plan(nanobind::module_& m);                                            // bindings_plan.cpp
 void bind_mixers(nanobind::module_& m, nanobind::class_<tc::Context>& context);  // bindings_mixers.cpp
 
+// name(value=None): what `held` is; a value sets it, to measure.
+template <class T>
+static void bind_setting(nb::module_& m, const char* name, std::atomic<T>& held, const char* value,
+                         const char* doc) {
+    m.def(
+        name, [&held](std::optional<T> to) { return to ? held.exchange(*to) : held.load(); },
+        nb::arg(value).none() = nb::none(), doc);
+}
+
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.
 static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t rows, size_t cols,
                           size_t stride) {
@@ -743,24 +752,11 @@ NB_MODULE(_native, m) {
             return levels;
         },
         "Instruction sets this CPU supports, best first.");
-    m.def(
-        "group_ahead",
-        [](std::optional<size_t> bytes) {
-            const size_t now = tc::group_ahead.load();
-            if (bytes) tc::group_ahead.store(*bytes);
-            return now;
-        },
-        "bytes"_a.none() = nb::none(),
+    bind_setting(
+        m, "group_ahead", tc::group_ahead, "bytes",
         "How many bytes ahead of its use a group of rows is asked for; `bytes` sets it, to measure.");
-    m.def(
-        "rows_near",
-        [](std::optional<bool> near) {
-            const bool now = tc::rows_near.load();
-            if (near) tc::rows_near.store(*near);
-            return now;
-        },
-        "near"_a.none() = nb::none(),
-        "Whether rows are asked for into the first-level cache; `near` sets it, to measure.");
+    bind_setting(m, "rows_near", tc::rows_near, "near",
+                 "Whether rows are asked for into the first-level cache; `near` sets it, to measure.");
     m.def("cpu_features", &cpu_features);
     m.def(
         "read_bandwidth", [](size_t b, int t, double s) { return read_bandwidth(b, t, s) / 1e9; }, "nbytes"_a,
