@@ -71,7 +71,7 @@ Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size, siz
     const size_t sums = few ? chunks * tokens * dim : size_t(threads) * tokens * kTileColumns;
     partial = grown(ctx.partial_, of * sums) + which * sums;
     tiles = grown(ctx.tiles_, size_t(threads) * kTileRows * kTileColumns);
-    factors = grown(ctx.factors_, size_t(threads) * kBundleFactors * ((dim + 31) / 32));
+    factors = grown(ctx.factors_, size_t(threads) * bundle_factors(dim));
     scratch = ctx.panels(ctx.gate_up_panel_bytes(a, in));
     squares = grown(ctx.scales_, (cells + 1) * tokens);
     scale = squares + cells * tokens;
@@ -228,8 +228,7 @@ void Context::Walk::add_bundles(size_t at, size_t count, size_t listed, float* y
     const bool apart = surviving_up_apart();  // then gate has up in it already
     const Bundles w = {
         apart ? Matrix{} : a.ffn.up, a.ffn.down, ids + at, rows + at, count, listed, a.ffn.up_relu};
-    const size_t live =
-        k.bundles(w, in.up, gate, n, y, factors + size_t(thread) * kBundleFactors * ((dim + 31) / 32));
+    const size_t live = k.bundles(w, in.up, gate, n, y, factors + size_t(thread) * bundle_factors(dim));
     if (!apart) active.fetch_add(live, std::memory_order_relaxed);
 }
 

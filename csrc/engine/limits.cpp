@@ -41,9 +41,10 @@ static size_t one_ffn(const LayerShape& s, size_t threads) {
     const size_t together = s.experts > 1 && s.bundles ? s.active : 1;
     const size_t partial = parts(ffn, kChunk) * std::max(kFewTokens, together) * s.dim + 2 * together * ffn;
     // Of bundles alone: sums of many tokens, unpacked rows, factors.
-    const size_t tiles = !s.bundles ? 0
-                                    : threads * (2 * kPassTokens * kTileColumns + kTileRows * kTileColumns +
-                                                 kBundleFactors * parts(s.dim, 32));
+    const size_t tiles =
+        !s.bundles
+            ? 0
+            : threads * (2 * kPassTokens * kTileColumns + kTileRows * kTileColumns + bundle_factors(s.dim));
     // A predictor's input, its code (at most as wide), its marks.
     const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + together * (ffn / 4) + 2 * (together - 1);
     return values + partial + tiles + guess;

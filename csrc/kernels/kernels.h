@@ -184,8 +184,8 @@ struct Kernels {
     // Up and down rows of the listed neurons, for the few tokens of x, as up takes them:
     //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list
     //   order.
-    // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of kBundleFactors *
-    //   ceil(cols/32) floats.
+    // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of
+    //   bundle_factors(cols) floats.
     size_t (*bundles)(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y,
                       float* factors);
     // The down half alone, for many tokens and some columns:
@@ -241,8 +241,8 @@ struct Kernels {
     uint64_t (*read_all)(const uint8_t* p, size_t n);
 };
 
-// Of each of 4 rows, up to 4 floats for each 32 columns.
-constexpr size_t kBundleFactors = 16;
+// The floats of `bundles`' scratch: of each of 4 rows, up to 4 for each 32 columns.
+constexpr size_t bundle_factors(size_t cols) { return 16 * ((cols + 31) / 32); }
 // `accumulate` unpacks tiles of this size: 32 KiB of f32.
 constexpr size_t kTileRows = 64, kTileColumns = 128;
 
