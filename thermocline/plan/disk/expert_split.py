@@ -62,8 +62,11 @@ class Record:
     @staticmethod
     def of(tensors: Mapping[str, TensorInfo], layer: int) -> Record:
         limits = _native.limits()
-        unit, at, end = limits.slot_alignment, 0, 0
-        slabs = []
+        at, end, slabs = 0, 0, []
+
+        def begin_after(end: int) -> int:
+            return -(-end // limits.slot_alignment) * limits.slot_alignment
+
         for part in SLABS:
             name = f"layers.{layer}.{part}"
             if name not in tensors:
@@ -71,9 +74,9 @@ class Record:
             rows, stride = tensors[name].shape[1], tensors[name].stride
             slabs.append(Slab(name, at, rows, stride))
             end = at + rows * stride
-            at = -(-end // unit) * unit
+            at = begin_after(end)
         # Kernels read a little behind a matrix: never into the next slot, which may be filled meanwhile.
-        return Record(tuple(slabs), -(-(end + limits.arena_padding) // unit) * unit)
+        return Record(tuple(slabs), begin_after(end + limits.arena_padding))
 
     @property
     def bytes(self) -> int:
