@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -22,6 +23,7 @@ import pytest
 
 import thermocline as package
 from thermocline import LLM, SamplingParams, UsageError
+from thermocline.cli import conversation
 
 CHATML = (
     "{% for m in messages %}{{ bos_token + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
@@ -154,6 +156,23 @@ def test_a_model_without_a_template_is_refused_kindly(thermocline: Callable[...,
     ran = thermocline("chat")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert "thermocline run" in ran.err and "--template FILE" in ran.err
+
+
+def test_the_engine_is_told_which_marks_an_answer_has(
+    chat_pack: Path, monkeypatch: pytest.MonkeyPatch, thermocline: Callable[..., Any]
+) -> None:
+    """It looks for stop strings, and `Said` knows what is not shown."""
+    told: list[dict[int, bool]] = []
+
+    class Watched(conversation.Conversation):
+        def __init__(self, llm: LLM, params: SamplingParams, *more: Any, **named: Any) -> None:
+            told.append(dict(params.marks))
+            super().__init__(llm, params, *more, **named)
+
+    monkeypatch.setattr(conversation, "Conversation", Watched)
+    monkeypatch.setattr("thermocline.cli.said.Said.marks", {5: False})
+    monkeypatch.setattr("thermocline.cli.commands.chat.stdin_bytes", lambda: io.BytesIO())
+    assert thermocline("chat", "-m", chat_pack, *FLAGS).code == 0 and told == [{5: False}]
 
 
 def test_a_template_can_be_given(tiny_pack: Path, tmp_path: Path) -> None:
