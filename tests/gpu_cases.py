@@ -22,7 +22,7 @@ from thermocline.ops.interface import F32, I32, Batch, Heads, KVShape
 
 SIZES = KernelSizes(tokens=130, dim=768, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
-SIXTEEN = ("q6_k", "q3_k", "q2_k")  # columns of a scale: many tokens meet these as floats
+SIXTEEN = ("q6_k", "q3_k", "q2_k")  # columns of a scale: many tokens meet these in f16
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.device_sizes import AS_F32, FEW, StepLimits
+from thermocline.ops.device_sizes import AS_F16, FEW, StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, F32, Batch, FFNStats, KVLayer, KVShape, Weights
 from thermocline.pack.pack import Pack
@@ -172,8 +172,8 @@ class Result:
 
 
 def limit_of(format: str, placement: str, tokens: int) -> float:
-    """Return the limit of an NMSE. Activations are rounded to int8, but for `AS_F32` in prompts on a GPU."""
-    rounds = placement != "all" or tokens <= FEW or format not in AS_F32
+    """Return the limit of an NMSE. Activations are rounded to int8, but for `AS_F16` in prompts on a GPU."""
+    rounds = placement != "all" or tokens <= FEW or format not in AS_F16
     return INT8_NMSE if quant.FORMATS[format].block > 1 and rounds else MAX_NMSE
 
 

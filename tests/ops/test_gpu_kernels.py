@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_cases import (
+    SIXTEEN,
     Attention,
     Kernels,
     attention_case,
@@ -270,13 +271,15 @@ def test_many_tokens_meet_several_blocks_a_turn(kernels: Kernels, format: str) -
         kernels.check(out, reference.matmul(decoded, met(format, x), None))
 
 
-def test_many_tokens_of_any_size_meet_f16_rows(kernels: Kernels) -> None:
-    """They are f16 there, too: each is scaled to what f16 has, and one that is no number shows alone."""
-    w, decoded = kernels.rows("f16", normal(1, 9, 75))
-    x = normal(2, 20, 75)
+@pytest.mark.parametrize("format", ["f16", *SIXTEEN], indirect=True)
+def test_many_tokens_of_any_size_are_met_in_f16(kernels: Kernels, format: str) -> None:
+    """Each is scaled to what f16 has, and one that is no number shows alone."""
+    n = 75 if format == "f16" else 512
+    w, decoded = kernels.rows(format, normal(1, 9, n))
+    x = normal(2, 20, n)
     x *= np.array([1, 1e-38, 1e-30, 1e-4, 1e5, 1e30] + [1] * 14, np.float32)[:, None]
     x[7], x[8, 3], x[9, 74] = 0, np.inf, np.nan
-    x[10] = np.where(np.arange(75) == 40, np.float32(1e6), x[10])  # beside it the others are small
+    x[10] = np.where(np.arange(n) == 40, np.float32(1e6), x[10])  # beside it the others are small
     out = kernels.filled(20, 9)
     kernels.ops.matmul(out, w, kernels.put(x), None, False, kernels.scratch())
     got, want = out.cpu().numpy(), reference.matmul(decoded, x, None)
@@ -284,8 +287,50 @@ def test_many_tokens_of_any_size_meet_f16_rows(kernels: Kernels) -> None:
         if token in (8, 9):
             assert not np.isfinite(got[token]).any()
         else:
-            size = max(np.float32(1e-38), np.abs(want[token]).max())
-            assert gpu_cases.nmse(got[token] / size, want[token] / size) <= kernels.nmse
+            check_relative(kernels, got[token], want[token])
+
+
+def check_relative(kernels: Kernels, got: F32, want: F32) -> None:
+    """Held to the reference by the size of the largest."""
+    size = max(np.float32(1e-38), np.abs(want).max())
+    assert gpu_cases.nmse(got / size, want / size) <= kernels.nmse
+
+
+# The scales of a row's first and second 256 columns, then those of their minima.
+SCALES = [(1e-3, 2e-3, 3e-4, 1e-4), (0, 6e-8, 0, 0), (6e-8, 0, 0, 6e-8), (60000, 60000, 0, 60000)]
+SCALES += [(1, 1e-7, 1e-7, 1), (-1e-3, 1e-3, 2e-3, -2e-3), (0, 0, 0, 0), (6e-8, 1, 60000, 6e-8)]
+
+
+@pytest.mark.parametrize("format", SIXTEEN, indirect=True)
+def test_many_tokens_meet_scales_of_any_size(kernels: Kernels, format: str) -> None:
+    """In f16, whose numbers are 6e-8 to 65504: all integers that there are, by scales that there may be."""
+    data = gpu_cases.noise(format, len(SCALES), 512)
+    scales = np.array(SCALES, np.float16)
+    for name, part in ("super", scales[:, :2]), ("super_minimum", scales[:, 2:]):
+        if name in (planes := quant.planes(format, data)):
+            planes[name][:] = np.ascontiguousarray(part).view(np.uint8).reshape(planes[name].shape)
+    x, out = normal(2, 17, 512), kernels.filled(17, len(SCALES))
+    w, decoded = DeviceRows(kernels.put(data), format, 512), quant.decode(format, data, 512)
+    kernels.ops.matmul(out, w, kernels.put(x), None, False, kernels.scratch())
+    want = reference.matmul(decoded, x, None)
+    for row in range(len(SCALES)):
+        check_relative(kernels, out[:, row].cpu().numpy(), want[:, row])
+
+
+@pytest.mark.parametrize("format", ["f16", *SIXTEEN], indirect=True)
+def test_of_many_tokens_no_number_of_them_changes_a_bit(
+    kernels: Kernels, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has 32, 64 or 128 of them."""
+    if kernels.ops is torch_kernels:
+        pytest.skip("torch's products have orders of their own")
+    multiply_rows_alike(kernels, monkeypatch)
+    w, _ = kernels.rows(format, normal(1, 5, 512))
+    x, outs = kernels.put(normal(2, 70, 512)), []
+    for tokens in 17, 40, 70:
+        outs.append(kernels.filled(tokens, 5))
+        kernels.ops.matmul(outs[-1], w, x[:tokens], None, False, kernels.scratch())
+    assert all(torch.equal(outs[0], out[:17]) for out in outs) and torch.equal(outs[1], outs[2][:40])
 
 
 def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

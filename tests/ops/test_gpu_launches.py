@@ -180,6 +180,7 @@ def test_a_format_is_multiplied_in_the_same_numbers_wherever_that_is_said() -> N
     from thermocline.ops.kernels.triton_stored import operands
 
     assert {f for f in quant.FORMATS if operands(f) in ("f32", "tf32")} == set(device_sizes.AS_F32)
+    assert {f for f in quant.FORMATS if operands(f) == "f16"} == set(device_sizes.AS_F16)
 
 
 def test_every_kernel_that_is_launched_waits_for_the_one_before_it_first() -> None:

@@ -17,8 +17,8 @@ SPAN = 128  # positions, or neurons, that one program adds up before sums are jo
 JOINED_APART = 64 * 4 * 128
 MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
 PAIRS = 32  # (token, expert) pairs of a tile: of one expert, multiplied at once
-# Formats that more than FEW tokens meet in f32, or as tf32; others in int8, or f16 in f16.
-AS_F32 = "f32", "bf16", "q6_k", "q3_k", "q2_k"
+# Formats that more than FEW tokens meet in f32, or as tf32; that they meet in f16; others in int8.
+AS_F32, AS_F16 = ("f32", "bf16"), ("f16", "q6_k", "q3_k", "q2_k")
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
 PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
 EXPERT_BYTES = 64 << 20  # likewise of whole experts: gate and up of one, or its down

@@ -18,7 +18,7 @@ from thermocline.model.gguf_blocks import E2M1, IQ4
 from thermocline.model.spec import Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
-from thermocline.ops.device_sizes import AS_F32, FEW
+from thermocline.ops.device_sizes import AS_F16, FEW
 from thermocline.ops.interface import CANDIDATES, Heads
 
 Tensor = torch.Tensor
@@ -792,7 +792,7 @@ def _times(w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None) -> Tens
 
 def _tiled(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return what many tokens give, however many they are."""
-    return _exactly(w, x if w.format in AS_F32 else _met(w, x), bias)
+    return _exactly(w, x if w.format in AS_F16 else _met(w, x), bias)
 
 
 def _exactly(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -817,7 +817,7 @@ def _pieces(n: int, each: int) -> list[slice]:
 
 def _met(w: Rows, x: Tensor, ints: Vector = None) -> Tensor:
     """Return x as these rows meet it."""
-    if w.format in PLAIN or (len(x) > FEW and w.format in AS_F32):
+    if w.format in PLAIN or (len(x) > FEW and w.format in AS_F16):
         return x
     q, scales = _as_bytes(x) if ints is None else _from_ints(ints)
     return (q * scales[..., None]).view(x.shape)

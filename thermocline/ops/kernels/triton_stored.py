@@ -107,7 +107,8 @@ def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: t
         scales = (inside.to(tl.float32),)
         minima = ()
     else:
-        w = words(load_words(unit, ok, V // 4, FORMAT), at, ok, g, columns, FORMAT, V, AHEAD)
+        more = further(at, ok, g, columns, FORMAT, V, AHEAD)
+        w = words(load_words(unit, ok, V // 4, FORMAT), more, g, FORMAT, V)
         UNITS: tl.constexpr = behind(FORMAT) // V  # of a block. AHEAD is whole ones of 256 columns
         scales, minima = scales_of(at, inside, g // UNITS, columns, FORMAT, AHEAD // UNITS)
     return w, scales, minima
@@ -165,20 +166,23 @@ def field(
 
 
 @triton.jit
-def words(w, at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr):
-    """Words [..., G, V / 4] of stored numbers as `numbers` takes them: as they are, or each plane's own."""
+def words(w, more, g, FORMAT: tl.constexpr, V: tl.constexpr):
+    """Words [..., G, V / 4] of stored numbers as `numbers` takes them: as they are, or each plane's own.
+
+    more: the bits that they lack, as `further` has loaded them.
+    """
     LOW: tl.constexpr = 8 // plane_count(FORMAT)  # bits of a column in a stored number
     MORE: tl.constexpr = loader(FORMAT).bits - LOW
     if FORMAT == "q8_0":
         out = (w ^ 0x80808080,)  # n + 128
     elif whole(FORMAT):
         if loader(FORMAT).more != "":
-            more = further(at, ok, g, columns, FORMAT, V, AHEAD)
+            bits = more[0] >> begin_of(g, FORMAT, V)
         out = ()
         for plane in tl.static_range(plane_count(FORMAT)):
             n = (w >> (LOW * plane)) & every_byte(2**LOW - 1)
             if loader(FORMAT).more != "":
-                n |= ((more >> (behind(FORMAT) // 4 * plane)) & every_byte(2**MORE - 1)) << LOW
+                n |= ((bits >> (behind(FORMAT) // 4 * plane)) & every_byte(2**MORE - 1)) << LOW
             else:
                 n = looked_up(n, FORMAT)
             out = out + (n,)
@@ -188,20 +192,31 @@ def words(w, at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: t
 
 
 @triton.jit
-def further(at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr):
-    """The bits that bytes lack: [..., G, V / 4]. In each byte plane p's begin at bit p * behind / 4."""
+def further(at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr = 0):
+    """The words with the bits that bytes lack: ([..., G, V / 4],), or 1 for V / 4, or ()."""
     PLANE: tl.constexpr = loader(FORMAT).more
     UNITS: tl.constexpr = behind(FORMAT) // V  # of a block
-    first = g % UNITS * (V // 4)  # the unit's first word, of a block's
-    start = at + columns // block(FORMAT) * begin(FORMAT, PLANE)
-    if PLANE == "pairs":  # byte k of 8: two bits of each of the columns k, k + 8, k + 16, k + 24
-        of = start + (g // UNITS * 8 + first % 2 * 4)
-        more = load_words(tl.expand_dims(of, -1) + AHEAD // UNITS * 8, ok, V // 4, FORMAT)
+    out = ()
+    if PLANE != "":
+        start = at + columns // block(FORMAT) * begin(FORMAT, PLANE)
+        if PLANE == "pairs":  # byte k of 8: two bits of each of the columns k, k + 8, k + 16, k + 24
+            of = start + (g // UNITS * 8 + g % UNITS * (V // 4) % 2 * 4)
+            out = (load_words(tl.expand_dims(of, -1) + AHEAD // UNITS * 8, ok, V // 4, FORMAT),)
+        else:  # bit 8 k + t of a word: of column 4 t + k
+            of = tl.expand_dims(start + g // UNITS * 4, -1) + AHEAD // UNITS * 4
+            out = (load_words(of, ok, 1, FORMAT),)
+    return out
+
+
+@triton.jit
+def begin_of(g, FORMAT: tl.constexpr, V: tl.constexpr):
+    """The bit of `further`'s bytes where the first plane's begin; plane p's begin p * behind / 4 later."""
+    first = g % (behind(FORMAT) // V) * (V // 4)  # the unit's first word, of a block's
+    if loader(FORMAT).more == "pairs":
         shift = tl.expand_dims(first // 2 * 2, -1)
-    else:  # bit 8 k + t of a word: of column 4 t + k
-        more = load_words(tl.expand_dims(start + g // UNITS * 4, -1) + AHEAD // UNITS * 4, ok, 1, FORMAT)
+    else:
         shift = tl.expand_dims(first, -1) + tl.arange(0, V // 4)
-    return more >> shift.to(tl.uint32)
+    return shift.to(tl.uint32)
 
 
 @triton.jit
@@ -425,7 +440,7 @@ def scale_count(format):
 def operands(format):
     """The numbers in which a tile of many tokens is multiplied by rows: see triton_tiles."""
     if loader(format).bits:
-        return "int8" if loader(format).scales == 1 else "tf32"
+        return "int8" if loader(format).scales == 1 else "f16"
     return format if format in ("f32", "f16") else "tf32"
 
 

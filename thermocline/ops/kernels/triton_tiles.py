@@ -4,7 +4,7 @@ A format decides in which numbers its rows are multiplied (`operands`):
 
 * blocks with one scale for 32 columns: int8, with tokens as few meet them (`triton_bytes.quantise`). The
   products of a block are one exact integer; blocks are added in f32, in their order;
-* f16 as such, with tokens in f16 (`triton_bytes.halve`);
+* f16 as such, and blocks with two scales in f16, too, with tokens in f16 (`triton_bytes.halve`);
 * f32 as such, others as tf32.
 
 A row of a tile meets no other, so no bit of a token depends on its tile or its company.
@@ -23,13 +23,21 @@ from thermocline.ops.kernels.triton_stored import (
     behind,
     block,
     columns_of,
+    field,
+    further,
+    half_of,
     kinds,
     load_words,
     loader,
     looked_up,
+    numbers,
     operands,
+    parts_of,
     plane_count,
+    scale_count,
+    together,
     units,
+    words,
 )
 from thermocline.ops.kernels.triton_target import assembles, precision
 
@@ -50,6 +58,8 @@ def tile_products(
     """
     if operands(FORMAT) == "int8":
         return byte_tile(data, row, rows, columns, stride, given, token, tokens, placed, FORMAT, G)
+    elif operands(FORMAT) == "f16" and scale_count(FORMAT) == 2:
+        return scaled_tile(data, row, rows, columns, stride, given, token, tokens, placed, FORMAT, G, V)
     elif operands(FORMAT) == "f16":
         return half_tile(data, row, rows, columns, stride, given, token, tokens, placed, G * V)
     else:
@@ -227,6 +237,99 @@ def half_tile(data, row, rows, columns, stride, x, token, tokens, placed, K: tl.
         acc = tl.dot(a, tl.trans(w), acc)
     scales = (x + tl.cast(placed, tl.int64) * (pitch // 2)).to(tl.pointer_type(tl.float32))
     return acc * tl.load(scales + mine)[:, None]
+
+
+@triton.jit
+def scaled_tile(
+    data, row, rows, columns, stride, x, token, tokens, placed,
+    FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """x at tokens [M], times rows [N] in blocks of 256 columns, G units at a time: [M, N].
+
+    Rows and tokens beyond the last are the last, as in `byte_tile`. The weights of the next turn are made in
+    this one. Else, on cards without wgmma, Triton makes them in every warp that multiplies by them, or lays
+    them out for four columns of a byte each, which costs 160 moves a turn.
+    """
+    K: tl.constexpr = G * V * plane_count(FORMAT)
+    at = data + tl.minimum(row, rows - 1).to(tl.int64) * stride
+    mine = tl.minimum(token, tokens - 1).to(tl.int64)
+    halves = (x.to(tl.pointer_type(tl.float16)) + mine * columns)[:, None] + tl.arange(0, K)[None, :]
+    acc = tl.zeros((token.shape[0], row.shape[0]), tl.float32)
+    w, scale = halves_of(loaded(at, 0, columns, FORMAT, G, V), 0, FORMAT, G, V)
+    for start in range(0, columns, K):
+        later = tl.minimum(start + K, columns - K)
+        raw = loaded(at, later, columns, FORMAT, G, V)
+        a = tl.load(halves + start)
+        acc += scale[None, :] * tl.dot(a, tl.trans(w))
+        w, scale = halves_of(raw, later, FORMAT, G, V)
+    scales = (x + tl.cast(placed, tl.int64) * (columns // 2)).to(tl.pointer_type(tl.float32))
+    return acc * tl.load(scales + mine)[:, None]
+
+
+@triton.jit
+def units_from(start, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
+    """G units from the one of column `start` on."""
+    return start // (V * plane_count(FORMAT)) + tl.arange(0, G)
+
+
+@triton.jit
+def loaded(at, start, columns, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
+    """All that `halves_of` needs of rows [N]: G units from column `start` on, of one block of 256."""
+    g = units_from(start, FORMAT, G, V)
+    w = load_words(tl.expand_dims(at[:, None] + g * V, -1), None, V // 4, FORMAT)
+    more = further(at[:, None], None, g, columns, FORMAT, V)
+    n, m = parts_of(at[:, None], None, g // (behind(FORMAT) // V), columns, FORMAT, 0)
+    d = field(at, None, start // 256, columns, FORMAT, "super", tl.float16, 0)
+    less = d
+    if loader(FORMAT).minima:
+        less = field(at, None, start // 256, columns, FORMAT, "super_minimum", tl.float16, 0)
+    return w, more, n, m, d, less
+
+
+@triton.jit
+def halves_of(raw, start, FORMAT: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
+    """The weights of those units in f16, but for a factor f32 [N]: [N, G * V * planes], in order.
+
+    Without minima a weight is an integer of 13 bits, and f16 rounds those above 2048. With minima it is one
+    of f32, less than 128, as the factor is a power of two.
+    """
+    w, more, n, m, d, less = raw
+    w = words(w, more, units_from(start, FORMAT, G, V), FORMAT, V)
+    scale, less = d.to(tl.float32), less.to(tl.float32)
+    factor = scale
+    if loader(FORMAT).minima:
+        factor, inverse = power_of(scale, less)
+        scale, less = (scale * inverse)[:, None], (less * inverse)[:, None]
+    out = ()
+    for plane in tl.static_range(plane_count(FORMAT)):
+        t = together(numbers(w, 0, plane, FORMAT))
+        by = n[half_of(plane, FORMAT)].to(tl.float32)
+        if loader(FORMAT).minima:
+            under = less * m[half_of(plane, FORMAT)].to(tl.float32)
+            t = t * tl.expand_dims(scale * by, -1) - tl.expand_dims(under, -1)
+        else:
+            t *= tl.expand_dims(by, -1)
+        out = out + (tl.reshape(t.to(tl.float16), (d.shape[0], G * V // behind(FORMAT), behind(FORMAT))),)
+    return in_order(out), each(factor[:, None])[0]
+
+
+@triton.jit
+def power_of(a, b):
+    """The power of two below the larger of |a| and |b|, which were f16, and its inverse; of 0 and 0, 0."""
+    bits = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, b.to(tl.int32, bitcast=True) & 0x7F800000)
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_order(planes):
+    """Two or four planes [N, B, C] as one [N, B * columns]."""
+    N: tl.constexpr = planes[0].shape[0]
+    if len(planes) == 2:
+        t = tl.permute(tl.join(planes[0], planes[1]), (0, 1, 3, 2))
+    else:
+        t = tl.join(tl.join(planes[0], planes[2]), tl.join(planes[1], planes[3]))
+        t = tl.permute(t, (0, 1, 3, 4, 2))
+    return tl.reshape(t, (N, planes[0].numel * len(planes) // N))
 
 
 # ---- tf32 and f32
