@@ -75,6 +75,8 @@ def of_rows(format: str, t: int) -> None:
         h_ints = empty(quantised_words(t, NEURONS), type=torch.int32) if gate.takes_ints else None
         ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense, None, 1.0, False, None, h_ints)
         of_heads(format, t)
+    else:  # of some formats, rows at no multiples of 16 bytes
+        ops.matmul(x, rows(format, DIM, NEURONS), h, None, False, scratch(t))
     ops.down(x, back, h, True, scratch(t))
     of_experts(format, t)
 
@@ -228,6 +230,14 @@ def source(kernel: Any, args: tuple[Any, ...], fixed: dict[str, Any]) -> ASTSour
     return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
 
 
+def odd_strides(made: ASTSource) -> list[str]:
+    """Which rows begin at other addresses than multiples of 16: their loads are narrower."""
+    names = list(made.signature)
+    wide = {names[i] for (i, *_) in made.attrs}
+    strides = {n for n in names if n.endswith("stride") and made.signature[n] == "i32"}
+    return [f"{n}=odd" for n in names if n in strides - wide]
+
+
 WEIGHTS = "data", "gate", "up"  # arguments that point at stored rows
 COUNTED = "matmul_few", "matmul_many"  # whose instructions are: to disassemble all took a quarter of the time
 
@@ -315,9 +325,11 @@ def kernels(tokens: list[int], formats: list[str]) -> Iterator[tuple[str, Any, d
         registers: int | None = None,
         **fixed: Any,
     ) -> None:
-        name = " ".join([kernel.fn.__name__, *(f"{k}={v}" for k, v in fixed.items())])
+        made = source(kernel, args, fixed)
+        said = [*(f"{k}={v}" for k, v in fixed.items()), *odd_strides(made)]
+        name = " ".join([kernel.fn.__name__, *said])
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, "maxnreg": registers}
-        seen.setdefault(name, (source(kernel, args, fixed), options))
+        seen.setdefault(name, (made, options))
 
     ops.launch = launch
     for t in tokens:

@@ -263,8 +263,8 @@ def test_products_read_what_is_in_int8_already(kernels: Kernels, tokens: int) ->
 
 @pytest.mark.parametrize("format", ["q4_0", "q5_1", "q8_0", "mxfp4"], indirect=True)
 def test_many_tokens_meet_several_blocks_a_turn(kernels: Kernels, format: str) -> None:
-    """Other tests have odd numbers of these blocks, which come one by one."""
-    for blocks in 4, 6, 8:
+    """Other tests have odd numbers of these blocks: one a turn. Of 16 blocks four are."""
+    for blocks in 4, 6, 16:
         w, decoded = kernels.rows(format, normal(1, 7, 32 * blocks))
         x, out = normal(2, 17, 32 * blocks), kernels.filled(17, 7)
         kernels.ops.matmul(out, w, kernels.put(x), None, False, kernels.scratch())

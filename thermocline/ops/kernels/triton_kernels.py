@@ -74,7 +74,8 @@ TILE_ROWS, TILE_WARPS = 64, 8
 # two tiles of 32 have 384. Triton 3.6 spilled 8 to 32 bytes there.
 NARROW_ROWS, NARROW_WARPS, NARROW_PIECE = 32, 4, 64
 # That a program of `matmul_many` has on their way in int8. Half, where as many spill: of 5 bits, for 64 or
-# more tokens with minima, for 64 of numbers from a book (8 to 48 bytes; half have 7 % more instructions).
+# more tokens with minima, for 64 of numbers from a book, of rows at no multiples of 16 bytes, whose loads are
+# narrow (8 to 48 bytes; half have 7 % more instructions).
 MANY_BLOCKS = 4
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
@@ -803,7 +804,7 @@ def _many(w: Rows, m: int) -> dict[str, Any]:
 def _blocks_at_once(w: Rows, m: int) -> int:
     """Blocks that `byte_tile` takes at a time: whole steps."""
     blocks, how = w.columns // 32, loader(w.format)
-    half = how.more != "" or (m >= 64 and how.minima) or (m == 64 and how.book != "")
+    half = how.more != "" or (m >= 64 and how.minima) or (m == 64 and how.book != "") or w.stride % 16 != 0
     return min(MANY_BLOCKS // 2 if half else MANY_BLOCKS, blocks & -blocks)
 
 
