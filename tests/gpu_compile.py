@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thermocline.model import quant
+from thermocline.model.sizes import gpu_stride
 from thermocline.model.spec import Latent, Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
 from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes, quantised_words
@@ -50,7 +51,12 @@ def empty(*shape: int, type: torch.dtype = torch.float32) -> torch.Tensor:
 
 def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> DeviceRows:
     width = -(-columns // 8) if format == SIGNS else quant.row_bytes(format, columns)
-    return DeviceRows(empty(n, stride or width, type=torch.uint8), format, columns, skip)
+    return DeviceRows(empty(n, stride or gpu_stride(width), type=torch.uint8), format, columns, skip)
+
+
+def unpadded(format: str, n: int, columns: int) -> DeviceRows:
+    """Return rows as they are sent for a prompt: of some formats at no multiples of 16 bytes."""
+    return rows(format, n, columns, quant.row_bytes(format, columns))
 
 
 def scratch(tokens: int) -> Scratch:
@@ -75,8 +81,8 @@ def of_rows(format: str, t: int) -> None:
         h_ints = empty(quantised_words(t, NEURONS), type=torch.int32) if gate.takes_ints else None
         ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense, None, 1.0, False, None, h_ints)
         of_heads(format, t)
-    else:  # of some formats, rows at no multiples of 16 bytes
-        ops.matmul(x, rows(format, DIM, NEURONS), h, None, False, scratch(t))
+    else:
+        ops.matmul(x, unpadded(format, DIM, NEURONS), h, None, False, scratch(t))
     ops.down(x, back, h, True, scratch(t))
     of_experts(format, t)
 
@@ -101,7 +107,8 @@ def of_experts(format: str, t: int) -> None:
     """Qwen3-30B's and gpt-oss's, and neurons of each of Mixtral's."""
     experts, active, n = 64, 8, 768
     x, shares, counts = empty(t, DIM), empty(t, experts), empty(4, type=torch.int32)
-    gate, down, bias = rows(format, experts * n, DIM), rows(format, experts * DIM, n), empty(experts * n)
+    gate, bias = rows(format, experts * n, DIM), empty(experts * n)
+    down = (rows if t <= FEW else unpadded)(format, experts * DIM, n)
     if t <= FEW:
         h, more = empty(t, experts * n), (shares, counts, scratch(t))
         h_ints = empty(quantised_words(t, experts * n), type=torch.int32) if gate.takes_ints else None

@@ -83,8 +83,7 @@ def in_layers_ts(p: Problem, *, dense: bool) -> float:
     us = cost.TOKEN_US
     for layer, sizes in zip(layers, p.sizes.layers, strict=True):
         predictor = 0 if dense else sizes.predictor.bytes
-        takes = sizes.attention.bytes + layer.kv_bytes + predictor
-        takes += int(sizes.gate_bytes(np.array(n)) + sizes.bundle_bytes(np.array(n)))
+        takes = sizes.attention.on_gpu + layer.kv_bytes + predictor + int(sizes.gpu_bytes(np.array(n)))
         here = takes <= room
         room -= takes if here else 0
         us += layer_us(layer, v, work, n if here else 0)

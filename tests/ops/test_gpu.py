@@ -51,7 +51,7 @@ from thermocline.ops.interface import (
     Weights,
 )
 from thermocline.ops.kernels import torch_kernels
-from thermocline.pack.pack import Pack
+from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import gpu, gpu_weights, weights
@@ -299,6 +299,23 @@ def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in
         made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         y = logits(pack.spec, made, ops, places, chunk=(40, 1, 3)[seed % 3])
         assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4), places  # the CPU's int8 activations
+
+
+@pytest.mark.parametrize("staged", [3000, 64 << 20])
+def test_rows_begin_where_a_thread_loads_the_most_at_once(
+    staged: int, tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 9030 bytes were loaded 2 bytes at a time. They come by and by, and what lies between is 0."""
+    monkeypatch.setattr(gpu_weights, "STAGED_BYTES", staged)
+    pack = pack_of(tmp_path, "q6_k")
+    made = gpu_weights.load(pack, placements.whole(pack.spec), (stand_in,), CpuOps(1))
+    layer = made.layers[1]
+    for name, linear in (("qkv.weight", layer.qkv), ("attn_out.weight", layer.attn_out)):
+        assert linear is not None and isinstance(rows := linear.weight, DeviceRows)
+        stored = read_tensor(pack, f"layers.1.{name}")
+        assert stored.shape[1] % 16 and rows.stride == stored.shape[1] + -stored.shape[1] % 16
+        assert np.array_equal(rows.data[:, : stored.shape[1]].numpy(), stored)
+        assert not rows.data[:, stored.shape[1] :].any()
 
 
 @pytest.mark.parametrize("format", ["f32", "q8_0"])

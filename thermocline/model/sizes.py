@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from thermocline.model.tensors import ALIGN, TensorSpec
 I64 = NDArray[np.int64]
 ATTENTION_ROLES = ("attention", "mixer", "norm", "router", "shared", "inputs")  # what every token reads
 LOOKUP_BYTES = 64 << 10  # read for a row of a table on disk: a pack's block
+# A GPU's rows begin at multiples of so many bytes, the most that a thread loads at once. Rows of 9030 bytes
+# (q6_k, 11008 columns) were loaded 2 bytes at a time, in 1.9 times the instructions.
+GPU_ROW = 16
 MATTERS = 0.02  # of a token's weights: less in a format costs too little time to be worth measuring it
 
 
@@ -53,6 +56,12 @@ class PartSize:
 
     bytes: int = 0  # in memory: each tensor from an ALIGN boundary to the next
     reads: Reads = ()  # by a token
+    more: int = 0  # bytes that a GPU has between rows
+
+    @property
+    def on_gpu(self) -> int:
+        """Return its bytes in a GPU's memory."""
+        return self.bytes + self.more
 
     @property
     def read_bytes(self) -> float:
@@ -63,7 +72,8 @@ class PartSize:
         return sum(r.weights for r in self.reads)
 
     def __add__(self, other: PartSize) -> PartSize:
-        return PartSize(self.bytes + other.bytes, joined((*self.reads, *other.reads)))
+        reads = joined((*self.reads, *other.reads))
+        return PartSize(self.bytes + other.bytes, reads, self.more + other.more)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ class NeuronTensors:
     """The tensors that have a row or a value for each neuron."""
 
     tensors: tuple[int, ...]  # bytes of each tensor, for all neurons
+    on_gpu: tuple[int, ...]  # the same in a GPU's memory
     reads: Reads  # of one neuron
 
     @property
@@ -91,8 +102,9 @@ class LayerSizes:
     neurons: int
     gate: NeuronTensors
     bundle: NeuronTensors  # up and down
-    # Part of `attention`: the router is in RAM, and on a GPU that has attention or neurons.
-    router_bytes: int = 0
+    router: PartSize = field(
+        default_factory=PartSize
+    )  # of `attention`; in RAM, and where that or neurons are
     biases: tuple[int, ...] = ()  # bytes of each tensor of experts' biases, which RAM has of all experts
     routed: float = 1.0  # of its neurons, those of the experts that a token goes to
 
@@ -101,6 +113,10 @@ class LayerSizes:
 
     def bundle_bytes(self, neurons: I64) -> I64:
         return _slices(self.bundle.tensors, neurons, self.neurons)
+
+    def gpu_bytes(self, neurons: I64) -> I64:
+        """Return what a GPU has of neurons: all of their rows."""
+        return _slices((*self.gate.on_gpu, *self.bundle.on_gpu), neurons, self.neurons)
 
     def bias_bytes(self, neurons: I64) -> I64:
         """Return what RAM has of neurons of whole experts that are on a GPU or on disk."""
@@ -213,7 +229,7 @@ def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes
         if name.endswith((".order", ".activation_count")):
             attention += PartSize(aligned(t.bytes))
         elif t.role == "predictor":
-            predictor += _part(t)
+            predictor += PartSize(aligned(t.bytes), joined(_reads(t)))
         elif t.role == "gate":
             gate.append(t)
         elif t.role in ATTENTION_ROLES or (experts <= 1 and name.endswith("down.bias")):
@@ -224,11 +240,21 @@ def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes
     rows = _rows(gate, neurons), _rows(bundle, neurons)
     biases = (t.bytes for t in (*gate, *bundle) if t.vector and experts > 1 and not spec.sparse)
     routed = active / experts if experts > 1 else 1.0
-    return LayerSizes(attention, predictor, neurons, *rows, router.bytes, tuple(biases), routed)
+    return LayerSizes(attention, predictor, neurons, *rows, router, tuple(biases), routed)
+
+
+def gpu_stride(stride: int) -> int:
+    """Return the bytes from one row of a matrix to the next on a GPU, by that in a file."""
+    return -(-stride // GPU_ROW) * GPU_ROW
+
+
+def _on_gpu(t: TensorSpec) -> int:
+    """Return a tensor's bytes on a GPU."""
+    return t.bytes if t.vector else t.rows * gpu_stride(t.stride)
 
 
 def _part(t: TensorSpec) -> PartSize:
-    return PartSize(aligned(t.bytes), joined(_reads(t)))
+    return PartSize(aligned(t.bytes), joined(_reads(t)), aligned(_on_gpu(t)) - aligned(t.bytes))
 
 
 def _reads(t: TensorSpec) -> Iterator[FormatRead]:
@@ -244,7 +270,7 @@ def _reads(t: TensorSpec) -> Iterator[FormatRead]:
 
 def _rows(tensors: Sequence[TensorSpec], neurons: int) -> NeuronTensors:
     if not neurons:
-        return NeuronTensors((), ())
+        return NeuronTensors((), (), ())
     found = joined(r for t in tensors for r in _reads(t))
     each = (FormatRead(r.format, r.bytes / neurons, r.weights / neurons) for r in found)
-    return NeuronTensors(tuple(t.bytes for t in tensors), tuple(each))
+    return NeuronTensors(tuple(t.bytes for t in tensors), tuple(map(_on_gpu, tensors)), tuple(each))

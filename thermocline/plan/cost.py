@@ -265,10 +265,10 @@ def layer_columns(
     f = d > 0 if whole else f
     gates, bundles = s.gate_bytes, s.bundle_bytes
     attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes
-    vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
+    vram = a * (attention_bytes + s.attention.more) + p * predictor_bytes + s.gpu_bytes(g)
     ram = ~a * attention_bytes + ~p * predictor_bytes
     ram = ram + gates(s.neurons - g - f * d) + bundles(s.neurons - g - d)
-    vram, ram = vram + (~a & (g > 0)) * s.router_bytes, ram + a * s.router_bytes + s.bias_bytes(g + d)
+    vram, ram = vram + (~a & (g > 0)) * s.router.on_gpu, ram + a * s.router.bytes + s.bias_bytes(g + d)
     return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
 
 
@@ -455,7 +455,7 @@ def head_columns(sizes: ModelSizes, v: Speeds, *, gpu: bool) -> Columns:
         gpu=none,
         disk=none,
         gates=np.zeros(len(where), np.bool_),
-        vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
+        vram_bytes=where * (sizes.head.on_gpu + sizes.tied.on_gpu),
         ram_bytes=~where * sizes.head.bytes,
         gpu_us=np.where(where, there, 0.0),
         cpu_us=np.where(where, 0.0, v.cpu(part.reads)) + v.cpu(sizes.embed.reads),

@@ -121,8 +121,7 @@ def in_memory(p: Problem, free: Sequence[int]) -> Plan | None:
 
 
 def _bytes(x: LayerWork, neurons: int) -> int:
-    n = np.array(neurons)
-    return int(x.sizes.gate_bytes(n) + x.sizes.bundle_bytes(n))
+    return int(x.sizes.gpu_bytes(np.array(neurons)))
 
 
 def _step(p: Problem, layer: int, x: LayerPlan) -> int:

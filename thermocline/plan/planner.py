@@ -263,7 +263,7 @@ def _paper_groups(
     tied, dense = 1e-9, [[False, False] for _ in layers]
     for part in range(2):
         for i, x in enumerate(layers):
-            nbytes = x.sizes.predictor.bytes if part else x.sizes.attention.bytes + x.kv_bytes
+            nbytes = x.sizes.predictor.bytes if part else x.sizes.attention.on_gpu + x.kv_bytes
             wanted = bool(np.any(made[i].predictor if part else made[i].attention))
             if wanted and nbytes <= vram:
                 vram -= nbytes
@@ -348,14 +348,15 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
     for at, ((c, i), s) in enumerate(zip(x.layers, p.sizes.layers, strict=True)):
         g, d = np.array(int(c.gpu[i])), np.array(int(c.disk[i]))
         on_disk = d * bool(c.gates[i])
-        add(_tier(c.attention[i]), "attention", s.attention.bytes)
-        add("ram", "routers", s.router_bytes * bool(c.attention[i]))
-        add("gpu", "routers", s.router_bytes * bool(g and not c.attention[i]))
+        there = bool(c.attention[i])
+        add(_tier(there), "attention", s.attention.on_gpu if there else s.attention.bytes)
+        add("ram", "routers", s.router.bytes * there)
+        add("gpu", "routers", s.router.on_gpu * (bool(g) and not there))
         add("ram", "experts' biases", int(s.bias_bytes(g + d)))
         add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
         add(_tier(c.attention[i]), "recurrent states", p.state_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
-        add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))
+        add("gpu", "neurons", int(s.gpu_bytes(g)))
         add("ram", "gate rows", int(s.gate_bytes(s.neurons - g - on_disk)))
         add("disk", "gate rows", int(s.gate_bytes(on_disk)))
         add("ram", "up and down rows", int(s.bundle_bytes(s.neurons - g - d)))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thermocline.model.sizes import aligned
+from thermocline.model.sizes import aligned, gpu_stride
 from thermocline.model.tensors import bundle_parts
 from thermocline.ops import device_sizes
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
@@ -185,7 +185,7 @@ def load(
             kept[s.name] = replace(t, shape=shape, offset=end, bytes=at - end)
             end += aligned(at - end)
     arena = blocks.new_arena(end, str(pack.path))
-    sent = sum(r.data.numel() for each in there.values() for r in each.values())
+    sent = sum(r.rows * pack.tensors[n].stride for n, each in there.items() for r in each.values())
     pack.read_runs(arena, runs, _after(sent, progress))
     arena.gather_pages()
     in_memory = weights.PackInMemory(pack.spec, kept, arena, cpu, there, whole=whole_experts(placement))
@@ -276,12 +276,10 @@ def _all_sent(
     progress: Progress | None,
 ) -> dict[str, dict[str, DeviceRows]]:
     """Send the GPUs their rows; -> these, by name and device. `more_bytes`: read after them."""
-    sizes = [
-        (len(parts), len(rows) * pack.tensors[s.name].stride) for s in found for _, parts, rows in s.sent()
-    ]
-    most = max((part for _, part in sizes), default=0)
+    sizes = [(pack.tensors[s.name], len(parts), len(rows)) for s in found for _, parts, rows in s.sent()]
+    most = max((rows * _staged_bytes(t) for t, _, rows in sizes), default=0)
     staging = blocks.new_arena(min(most, STAGED_BYTES), "weights on their way")
-    done, size = 0, sum(parts * part for parts, part in sizes) + more_bytes
+    done, size = 0, sum(parts * rows * t.stride for t, parts, rows in sizes) + more_bytes
 
     def more(n: int) -> None:
         nonlocal done
@@ -402,19 +400,31 @@ class _Which:
 def _sent(
     pack: StoredModel, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
 ) -> torch.Tensor:
-    """Send rows to a device; -> these there, [sent parts * rows, stride]."""
-    t, nbytes = which.tensor, len(which.rows) * which.tensor.stride
-    made: torch.Tensor = device.zeros((len(which.sent) * len(which.rows), t.stride), torch.uint8)
-    here = _bytes_at(staging)
-    for part, flat in zip(which.sent, made.view(len(which.sent), -1), strict=True):
+    """Send rows to a device; -> these there, [sent parts * rows, `gpu_stride`]."""
+    t, n, wide = which.tensor, len(which.rows), gpu_stride(which.tensor.stride)
+    made: torch.Tensor = device.zeros((len(which.sent) * n, wide), torch.uint8)
+    here, step = _bytes_at(staging), max(1, staging.nbytes // _staged_bytes(t))
+    for part, to in zip(which.sent, made.view(len(which.sent), n, wide), strict=True):
         first = t.offset + part * (t.bytes // which.parts) + which.rows.start * t.stride
-        step = max(1, staging.nbytes // t.stride) * t.stride  # runs end between rows
-        for begin in range(0, nbytes, step):
-            size = min(step, nbytes - begin)
-            pack.read_runs(staging, [(first + begin, first + begin + size, 0)])
-            device.put(flat[begin : begin + size], here[:size])
+        for begin in range(0, n, step):
+            rows = min(step, n - begin)
+            size, at = rows * t.stride, first + begin * t.stride
+            pack.read_runs(staging, [(at, at + size, 0)])
+            read = here[:size].view(rows, t.stride)
+            if wide != t.stride:
+                apart = here[size : size + rows * wide].view(rows, wide)
+                apart[:, t.stride :] = 0
+                apart[:, : t.stride] = read
+                read = apart
+            device.put(to[begin : begin + rows], read)
             more(size)
     return made
+
+
+def _staged_bytes(t: TensorInfo) -> int:
+    """Return the bytes of a row on its way: as it is read, and as the GPU has it if that is more."""
+    wide = gpu_stride(t.stride)
+    return t.stride if wide == t.stride else t.stride + wide
 
 
 # ---- predictors

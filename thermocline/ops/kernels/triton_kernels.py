@@ -262,8 +262,8 @@ def head_products(out: Tensor, w: Rows, x: Tensor) -> None:
     at_once = min(FEW, _power(t))
     rows, warps, fixed = _dots(w, at_once)
     args = out, _at(w), x, each, w.columns, w.stride, t, *out.stride()[:2], *x.stride()[:2]
-    grid = _ceil(each, rows), heads, _ceil(t, at_once)
-    launch(triton_latents.head_products, grid, *args, warps=warps, **fixed)
+    grid, most = (_ceil(each, rows), heads, _ceil(t, at_once)), DOT_REGISTERS[at_once > 4]
+    launch(triton_latents.head_products, grid, *args, warps=warps, registers=most, **fixed)
 
 
 def latent_store(
