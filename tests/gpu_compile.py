@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from thermocline.model import quant
 from thermocline.model.sizes import gpu_stride
 from thermocline.model.spec import Latent, Recurrent, Router
-from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
+from thermocline.ops.device_rows import SIGNS, BegunNorm, DeviceRows, Scratch, Squares
 from thermocline.ops.device_sizes import FEW, KernelSizes, choice_sizes, quantised_words
 from thermocline.ops.interface import BANNED, CANDIDATES, Heads
 from thermocline.ops.kernels import triton_kernels as ops
@@ -73,18 +73,29 @@ def of_rows(format: str, t: int) -> None:
     ids, counts = empty(t, type=torch.int32), empty(4, type=torch.int32)
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.embed(x, gate, ids, 1.0)
-    ops.matmul(h, gate, x, None, False, scratch(t))
+    squares, begun = of_norm(t)
+    ops.matmul(h, gate, x, None, False, scratch(t), None, squares)
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, False, named, None, counts, scratch(t))
     ops.gate_up(h, gate, None, up, x, "relu", 0.0, True, None, empty(t, 8), counts, scratch(t))
     if t <= FEW:
         dense = None, None, None, scratch(t)
         h_ints = empty(quantised_words(t, NEURONS), type=torch.int32) if gate.takes_ints else None
-        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense, None, 1.0, False, None, h_ints)
+        more = None, 1.0, False, None, h_ints, squares
+        ops.gate_up(h, gate, None, gate, x, "gelu", 0.0, False, *dense, *more)
+        ops.matmul(x, rows(format, DIM, NEURONS), h, None, True, scratch(t), h_ints, None, begun)
         of_heads(format, t)
     else:
         ops.matmul(x, unpadded(format, DIM, NEURONS), h, None, False, scratch(t))
-    ops.down(x, back, h, True, scratch(t))
+    ops.down(x, back, h, True, scratch(t), begun)
     of_experts(format, t)
+
+
+def of_norm(t: int) -> tuple[Squares | None, BegunNorm | None]:
+    """Return what few tokens' products take of a norm that has begun, and of one that they begin."""
+    if t > FEW:
+        return None, None
+    sums, ints = empty(t, DIM // 32), empty(quantised_words(t, DIM), type=torch.int32)
+    return Squares(sums, 1e-5), BegunNorm(empty(DIM), empty(t, DIM), sums, ints)
 
 
 def of_heads(format: str, t: int) -> None:
@@ -94,7 +105,8 @@ def of_heads(format: str, t: int) -> None:
     parts = [(rows(format, heads.width, DIM), bias) for bias in (None, empty(heads.width))]
     k, v, paged = pages(t)
     for part in parts:
-        ops.project_heads(qkv, [part], empty(t, DIM), heads, turn, turn, *paged, k, v, scratch(t))
+        more = turn, turn, *paged, k, v, scratch(t), None, of_norm(t)[0]
+        ops.project_heads(qkv, [part], empty(t, DIM), heads, *more)
 
 
 def pages(t: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -115,7 +127,7 @@ def of_experts(format: str, t: int) -> None:
         ints = None, 1.0, False, None, h_ints
         ops.gate_up(h, gate, None, gate, x, "silu", 0.0, False, None, *more, *ints)
         ops.gate_up(h, gate, bias, gate, x, "swiglu_oai", 7.0, False, None, *more, bias, 1.7, False)
-        ops.down_experts(x, down, h, shares, True, scratch(t))
+        ops.down_experts(x, down, h, shares, True, scratch(t), None, of_norm(t)[1])
         return
     h, chosen = empty(t * active, n), (shares, active)
     ops.gate_up_pairs(h, gate, None, gate, x, "silu", 0.0, False, *chosen, counts, scratch(t))
@@ -269,7 +281,17 @@ def look(made: ASTSource, compiled: Any) -> dict[str, Any]:
         "weights": loads_of([i for i, name in enumerate(passed(made)) if name in WEIGHTS], ptx),
         "loop": longest_loop(sass),
         "overlap": of_overlap(ptx),
+        "sums": orders(compiled.asm["ttgir"]),
     }
+
+
+def orders(ttgir: str) -> list[tuple[int, int, str]]:
+    """Return of each sum over the columns of floats the rows, the columns, and how threads share them."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    of = (
+        r'"tt.reduce"\(%\w+\) <\{axis = 1 : i32\}>(?:(?!"tt.reduce").)*?: \(tensor<(\d+)x(\d+)xf32, (#\w+)>\)'
+    )
+    return [(int(b), int(n), layouts[name]) for b, n, name in re.findall(of, ttgir, re.DOTALL)]
 
 
 def of_overlap(ptx: str) -> dict[str, list[str]]:

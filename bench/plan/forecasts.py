@@ -99,10 +99,12 @@ def assuming(tiers: Tiers, share: float, launch_us: float) -> Tiers:
 
 
 def launches(p: Problem) -> int:
-    """Return the kernels of a layer that is the GPU's, of one token, without a predictor's."""
-    work = p.work()
-    layer = next(p.layers(work))
-    return sum(cost.launches(layer.on_gpu, layer.shared, p.sizes.format, layer.own(work), layer.apart))
+    """Return a layer's kernels of one token, without a predictor's, where all layers are the GPU's."""
+    layer = next(p.layers(p.work()))
+    work = layer.own(p.work())
+    most = cost.launches(layer.on_gpu, layer.shared, p.sizes.format, work, layer.apart)
+    guesses = work.predicts and layer.sizes.predictor.bytes > 0  # it reads a norm that is whole
+    return sum(most) - max(0, layer.begun - guesses)
 
 
 def decode(case: Case, tiers: Tiers) -> dict[str, Any]:

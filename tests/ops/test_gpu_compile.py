@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ AHEAD = {
     ("sm_90+overlap", "newest"): [("1", ["q4_0", OTHERS])],
     ("sm_90+overlap", "older"): [("1", ["q8_0"])],
 }
+SQUARES = "matmul_few", "heads_few", "gate_up_few", "down_experts_few"  # see norms that begin early
 # Bytes that come at once of a row, and how often of one; of a q8_0 block twice.
 WIDE = {"f32": (16, 1), "f16": (8, 1), "bf16": (8, 1), "q8_0": (16, 2)} | {
     f: (8, 1) for f in ("q2_k", "q3_k", "tq2_0")
@@ -78,6 +80,7 @@ def test_every_kernel_compiles_and_nothing_spills(target: str, triton: str, tmp_
         if f["kernel"].startswith("matmul_many") and "M=128 " in f["kernel"]:
             check_tiles(f)
     check_overlap(found, target.endswith("+overlap"), any(OTHERS in formats for _, formats in wanted))
+    check_squares([f for f in found if f["kernel"].startswith(SQUARES)])
 
 
 def check_products(f: dict[str, Any]) -> None:
@@ -95,6 +98,22 @@ def check_tiles(f: dict[str, Any]) -> None:
     of = dict(part.split("=") for part in f["kernel"].split()[1:])
     if of["FORMAT"] in OF_HALVES:
         assert f["loop"] <= OF_HALVES[of["FORMAT"]][of.get("stride") == "odd"], f
+
+
+def check_squares(found: list[dict[str, Any]]) -> None:
+    """A token's squares are added in one order: all threads add up those of one, however many there are.
+
+    Those of 32 columns are added as 16 tokens' are, but for the number of warps.
+    """
+    of_stream, orders = 0, dict[int, set[str]]()
+    for tokens, columns, layout in (x for f in found for x in f["sums"]):
+        warps = [int(n) for n in re.findall(r"warpsPerCTA = \[(\d+), (\d+)\]", layout)[0]]
+        if (tokens, columns) == (16, 32):  # no product has so many rows a program
+            orders.setdefault(warps[0] * warps[1], set()).add(layout)
+        elif columns >= 128:
+            of_stream += 1
+            assert warps[0] == 1 and "threadsPerWarp = [1, 32]" in layout, layout
+    assert of_stream and orders and all(len(layouts) == 1 for layouts in orders.values()), orders
 
 
 def check_overlap(found: list[dict[str, Any]], asked: bool, others: bool) -> None:

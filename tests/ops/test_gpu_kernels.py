@@ -34,7 +34,7 @@ from thermocline.engine.sampler import Sampler, SamplingParams
 from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Latent, Router
 from thermocline.ops import choosing, device_sizes, reference
-from thermocline.ops.device_rows import DeviceRows, Scratch
+from thermocline.ops.device_rows import BegunNorm, DeviceRows, Scratch, Squares
 from thermocline.ops.device_sizes import FEW, choice_sizes, span_of, spans
 from thermocline.ops.interface import CANDIDATES, F32, Batch, ChosenToken, KVShape, LatentMatrices, TokenDraw
 from thermocline.ops.kernels import torch_kernels
@@ -239,6 +239,87 @@ def test_neurons_of_whole_experts_are_left_in_int8_too(kernels: Kernels, tokens:
     assert torch.equal(*outs) and bool(outs[0].any())
 
 
+def begun_norm(kernels: Kernels, tokens: int, dim: int) -> BegunNorm:
+    """A place for one of so many columns."""
+    ints = room_for_ints(kernels, (tokens, dim))
+    there = kernels.filled(tokens, dim), kernels.filled(tokens, dim // 32)
+    return BegunNorm(kernels.put(normal(31, dim)), *there, ints)
+
+
+def check_begun(x: torch.Tensor, plain: torch.Tensor, begun: BegunNorm) -> None:
+    """Of a stream x, which is `plain`, as it would be without that."""
+    stream = x.cpu().numpy()
+    assert torch.equal(x, plain) and torch.equal(begun.out, x * begun.weight)
+    squares = (stream * stream).reshape(len(stream), -1, 32).sum(axis=2)
+    assert np.allclose(begun.sums.cpu().numpy(), squares, rtol=1e-6)
+    assert begun.ints is not None
+    check_ints(begun.ints, in_int8(begun.out.cpu().numpy()))
+
+
+@pytest.mark.parametrize(
+    "format, tokens", [("q4_0", 1), ("q8_0", 3), ("f16", 1), ("f16", 16)], indirect=["format"]
+)
+def test_a_norm_begins_with_the_product_before_it(kernels: Kernels, format: str, tokens: int) -> None:
+    """Of each 32 columns by the program that ends last; twice, since programs count themselves."""
+    dim, scratch = 64, kernels.scratch()
+    w, _ = kernels.rows(format, normal(1, dim, 32))
+    for seed in 2, 3:
+        h, there = kernels.put(normal(seed, tokens, 32)), normal(seed + 2, tokens, dim)
+        x, plain, begun = kernels.put(there), kernels.put(there), begun_norm(kernels, tokens, dim)
+        kernels.ops.matmul(plain, w, h, None, True, scratch)
+        kernels.ops.matmul(x, w, h, None, True, scratch, None, None, begun)
+        check_begun(x, plain, begun)
+        assert not bool(scratch.arrivals.any())
+
+
+def test_a_norm_begins_with_experts_answers(kernels: Kernels) -> None:
+    tokens, dim, scratch = 3, 32, kernels.scratch()
+    w, _ = kernels.rows("q8_0", normal(1, 2 * dim, 32))
+    shares = kernels.put(np.array([[1, 0], [0.5, 0.5], [1, 0]], np.float32))
+    h, there, begun = (
+        kernels.put(normal(2, tokens, 64)),
+        normal(3, tokens, dim),
+        begun_norm(kernels, tokens, dim),
+    )
+    x, plain = kernels.put(there), kernels.put(there)
+    kernels.ops.down_experts(plain, w, h, shares, True, scratch)
+    kernels.ops.down_experts(x, w, h, shares, True, scratch, None, begun)
+    check_begun(x, plain, begun)
+
+
+@pytest.mark.parametrize("format, tokens", [("q4_0", 1), ("q6_k", 16), ("f16", 3)], indirect=["format"])
+def test_a_norm_begins_with_a_sum_of_bundles(kernels: Kernels, format: str, tokens: int) -> None:
+    """Also where those of q6_k are joined for 8 tokens at a time."""
+    dim, scratch = 256 if format == "q6_k" else 96, kernels.scratch()
+    rows, _ = kernels.rows(format, normal(1, 24, dim))
+    h, there, begun = (
+        kernels.put(normal(2, tokens, 24)),
+        normal(3, tokens, dim),
+        begun_norm(kernels, tokens, dim),
+    )
+    x, plain = kernels.put(there), kernels.put(there)
+    kernels.ops.down(plain, rows, h, True, scratch)
+    kernels.ops.down(x, rows, h, True, scratch, begun)
+    check_begun(x, plain, begun)
+
+
+@pytest.mark.parametrize("format, tokens", [("q4_0", 1), ("q4_0", 3), ("f16", 3)], indirect=["format"])
+def test_products_end_a_norm_that_has_begun(kernels: Kernels, format: str, tokens: int) -> None:
+    """Their sums are divided by the root, before biases and activations."""
+    dim, eps = 96, 0.25
+    x, sums, bias = normal(1, tokens, dim), np.abs(normal(2, tokens, dim // 32)), normal(3, 32)
+    factor = np.float32(1) / np.sqrt(sums.sum(axis=1, keepdims=True) / dim + np.float32(eps))
+    squares, mine = Squares(kernels.put(sums), eps), kernels.put(x)
+    (gate, a), (up, b) = (kernels.rows(format, normal(i, 32, dim)) for i in (4, 5))
+    gates, ups = (np.asarray(met(format, x) @ w.T * factor, np.float32) for w in (a, b))
+    out, h = kernels.filled(tokens, 32), kernels.filled(tokens, 32)
+    kernels.ops.matmul(out, gate, mine, kernels.put(bias), False, kernels.scratch(), None, squares)
+    kernels.check(out, gates + bias)
+    more = "relu", 0.0, False, None, None, None, kernels.scratch(), None, 1.0, False, None, None, squares
+    kernels.ops.gate_up(h, gate, kernels.put(bias), up, mine, *more)
+    kernels.check(h, np.maximum(gates + bias, 0) * ups)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_products_read_what_is_in_int8_already(kernels: Kernels, tokens: int) -> None:
     """It is not x here: so it is not made anew. Rows of floats read x."""
@@ -433,15 +514,18 @@ def test_heads_are_made_turned_and_stored(kernels: Kernels, format: str, case: s
     parts = [(w, kernels.put(normal(9, w.rows)) if i else None) for i, w in enumerate(made)]
     turn = kernels.some(c.cos), kernels.some(c.sin)
     paged = [kernels.put(y) for y in (c.batch.positions, c.batch.sequence, c.batch.block_table)]
+    squares = Squares(kernels.put(np.abs(normal(2, t, 3))), 1e-5) if t <= FEW else None
     outs = []
     for at_once in (True, False):
         qkv, k, v = kernels.filled(t, h.width), kernels.put(c.k), kernels.put(c.v)
         if at_once:
-            kernels.ops.project_heads(qkv, parts, x, h, *turn, *paged, k, v, kernels.scratch())
+            more = kernels.scratch(), None, squares
+            kernels.ops.project_heads(qkv, parts, x, h, *turn, *paged, k, v, *more)
         else:
             first = 0
             for w, bias in parts:
-                kernels.ops.matmul(qkv[:, first : first + w.rows], w, x, bias, False, kernels.scratch())
+                mine, more = qkv[:, first : first + w.rows], (kernels.scratch(), None, squares)
+                kernels.ops.matmul(mine, w, x, bias, False, *more)
                 first += w.rows
             kernels.ops.rope_store(qkv, h, *turn, *paged, k, v)
         outs.append((qkv[:, :n], k, v))
@@ -915,6 +999,27 @@ def test_a_products_bits_do_not_depend_on_company(
         out = kernels.filled(tokens, 5)
         kernels.ops.matmul(out, w, x[:tokens], None, False, kernels.scratch())
         outs.append(out[0])
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.parametrize("format", ["q4_0", "f16"], indirect=True)
+def test_a_norms_bits_do_not_depend_on_company(kernels: Kernels, format: str) -> None:
+    """One that begins with a product and ends with another: up to 16 tokens."""
+    if kernels.ops is torch_kernels:
+        pytest.skip("torch's products have orders of their own")
+    dim, outs = 32, list[torch.Tensor]()
+    w, _ = kernels.rows(format, normal(1, dim, dim))
+    h, there = kernels.put(normal(2, 16, dim)), normal(3, 16, dim)
+    for tokens in 1, 16:
+        x, y, begun = (
+            kernels.put(there[:tokens]),
+            kernels.filled(tokens, dim),
+            begun_norm(kernels, tokens, dim),
+        )
+        kernels.ops.matmul(x, w, h[:tokens], None, True, kernels.scratch(), None, None, begun)
+        more = kernels.scratch(), begun.ints, Squares(begun.sums, 1e-5)
+        kernels.ops.matmul(y, w, begun.out, None, False, *more)
+        outs.append(y[0])
     assert all(torch.equal(outs[0], out) for out in outs)
 
 

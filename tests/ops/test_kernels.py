@@ -694,7 +694,7 @@ BINDERS = {
 OF_MIXTURES = {"routed"}  # tests/ops/test_moe.py
 HINTS = {
     "begin_ffn",
-    "follows",
+    "in_order",
     "run",
     "rows",
     "states",

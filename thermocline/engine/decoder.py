@@ -83,18 +83,17 @@ def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, M, P, L]) -> Mo
     layers, table = weights.layers, opaque(ops)
     if spec.norm_order == "post":  # then `forward` applies the norms
         layers = tuple(replace(x, attn_norm=None, ffn_norm=None) for x in layers)
-    attention = (
+    attention = tuple(
         None if x.qkv is None else table.bind_attention(spec, Heads.of(spec, i, x), x)
         for i, x in enumerate(layers)
     )
-    mixers = (None if x.mixer is None else table.bind_mixer(spec, x) for x in layers)
+    mixers = tuple(None if x.mixer is None else table.bind_mixer(spec, x) for x in layers)
     ffns = tuple(table.bind_ffn(spec, x) if x.experts else None for x in layers)
-    for after, ffn in itertools.pairwise(ffns):
-        if after is not None and ffn is not None:
-            table.follows(ffn, after)
+    mixed = (m if a is None else a for a, m in zip(attention, mixers, strict=True))
+    table.in_order(tuple(itertools.chain.from_iterable(zip(mixed, ffns, strict=True))))
     own = tuple(table.bind_per_layer(spec, x) for x in layers if x.per_layer is not None)
     chooser = table.chooser(spec, weights)
-    return Model(spec, weights, tuple(attention), tuple(mixers), ffns, own, chooser)
+    return Model(spec, weights, attention, mixers, ffns, own, chooser)
 
 
 @functools.lru_cache(maxsize=8)

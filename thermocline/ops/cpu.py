@@ -5,8 +5,9 @@ Owns output arrays and the translation of `ModelSpec` into integers; the work is
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -126,12 +127,13 @@ class CpuOps:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
         return self._mixture(spec, layer, norm, join)
 
-    def follows(self, bound: _native.FFN | _native.Mixture, after: _native.FFN | _native.Mixture) -> None:
-        """Let experts on disk be read ahead, by what their router says of the stream before."""
-        if not isinstance(bound, _native.Mixture) or not isinstance(after, _native.Mixture):
-            return
-        if bound.reads is not None and after.reads is not None:
-            after.before(bound)
+    def in_order(self, halves: Sequence[object]) -> None:
+        """Let experts on disk be read ahead, by what their router says of the stream a layer before."""
+        for after, bound in itertools.pairwise(halves[1::2]):
+            if not isinstance(bound, _native.Mixture) or not isinstance(after, _native.Mixture):
+                continue
+            if bound.reads is not None and after.reads is not None:
+                after.before(bound)
 
     def bind_mixer(self, spec: ModelSpec, layer: Layer) -> _native.Mixer:
         r, m = spec.recurrent, layer.mixer

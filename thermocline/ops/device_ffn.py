@@ -16,7 +16,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.device import Device
 from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart, DeviceShared
-from thermocline.ops.device_rows import DeviceRows, Kernels, Operand, Scratch, Vector
+from thermocline.ops.device_rows import BegunNorm, DeviceRows, Kernels, Operand, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
 Seen = Callable[[Device, "NeuronPlace", Tensor], None]  # told the neurons [tokens, n] that a queue computed
@@ -105,21 +105,31 @@ class PartQueue:
         (n,) = columns
         return self._pairs[f"{name} ints"][0][: device_sizes.quantised_words(tokens, n * times)]
 
-    def times(self, y: Tensor, w: DeviceLinear, x: Operand, add: bool = False) -> None:
-        self.device.run(self.kernels.matmul, y, w.weight, x.x, w.bias, add, self.scratch, x.ints)
+    def times(
+        self, y: Tensor, w: DeviceLinear, x: Operand, add: bool = False, begun: BegunNorm | None = None
+    ) -> None:
+        more = self.scratch, x.ints, x.squares, begun
+        self.device.run(self.kernels.matmul, y, w.weight, x.x, w.bias, add, *more)
 
     def add(
-        self, p: DevicePart, normed: Operand, named: Vector, weights: Vector, y: Tensor, add: bool
+        self,
+        p: DevicePart,
+        normed: Operand,
+        named: Vector,
+        weights: Vector,
+        y: Tensor,
+        add: bool,
+        begun: BegunNorm | None = None,
     ) -> None:
         """y (+)= the part's neurons. `named`: bits of the neurons of all parts."""
         if p.whole:
             assert weights is not None, "there is a router"
-            self._experts(p, normed, weights, y, add)
+            self._experts(p, normed, weights, y, add, begun)
         elif not p.bundles:
-            self._dense(p, normed, y, add)
+            self._dense(p, normed, y, add, begun=begun)
         else:
             mine = None if named is None else named[:, p.first // 8 : p.first // 8 + -(-p.neurons // 8)]
-            self._bundles(p, NeuronPlace(0, p.experts, p.first), normed, mine, weights, y, add)
+            self._bundles(p, NeuronPlace(0, p.experts, p.first), normed, mine, weights, y, add, begun)
 
     def shared(self, f: DeviceShared, normed: Operand, y: Tensor, add: bool) -> None:
         """y (+)= the FFN of every token."""
@@ -130,7 +140,15 @@ class PartQueue:
             self.times(opened, f.router, normed)
         self._dense(f.part, normed, y, add, opened)
 
-    def _dense(self, p: DevicePart, normed: Operand, y: Tensor, add: bool, opened: Vector = None) -> None:
+    def _dense(
+        self,
+        p: DevicePart,
+        normed: Operand,
+        y: Tensor,
+        add: bool,
+        opened: Vector = None,
+        begun: BegunNorm | None = None,
+    ) -> None:
         """`opened` [tokens, 1]: a token takes its sigmoid of the answer."""
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         h, up = self._neurons(n, p), None
@@ -138,7 +156,7 @@ class PartQueue:
         made = None if opened is not None or p.sub_norm is not None else ints
         if n <= device_sizes.FEW:  # in one launch
             what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu)
-            more = (None, None, None, self.scratch, None, a.alpha, False, normed.ints, made)
+            more = (None, None, None, self.scratch, None, a.alpha, False, normed.ints, made, normed.squares)
             run(k.gate_up, h, *what, *more)
         else:
             self.times(h, p.gate, normed)
@@ -150,7 +168,7 @@ class PartQueue:
             run(k.open, h, opened)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm), made := ints)
-        self.times(y, DeviceLinear(p.down, None), Operand(h, made), add)
+        self.times(y, DeviceLinear(p.down, None), Operand(h, made), add, begun)
 
     def _bundles(
         self,
@@ -161,6 +179,7 @@ class PartQueue:
         weights: Vector,
         y: Tensor,
         add: bool,
+        begun: BegunNorm | None = None,
     ) -> None:
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         if weights is not None and n > device_sizes.FEW:
@@ -174,22 +193,31 @@ class PartQueue:
                     self._bundles(p.expert(e), one, normed, None, shares, y, add or e > 0)
                 return
         h = self._neurons(n, p)
-        what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu)
-        more = (named, weights, self.counts[0], self.scratch, None, 1.0, False, normed.ints)
+        what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu, named, weights)
+        more = (self.counts[0], self.scratch, None, 1.0, False, normed.ints, None, normed.squares)
         run(k.gate_up, h, *what, *more)
         if self.seen is not None:
             self.seen(self.device, place, h)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
-        run(k.down, y, p.down, h, add, self.scratch)
+        run(k.down, y, p.down, h, add, self.scratch, begun)
 
     def _neurons(self, tokens: int, p: DevicePart) -> Tensor:
         return self._hidden[0][: tokens * p.neurons].view(tokens, p.neurons)
 
-    def _experts(self, p: DevicePart, normed: Operand, weights: Tensor, y: Tensor, add: bool) -> None:
+    def _experts(
+        self,
+        p: DevicePart,
+        normed: Operand,
+        weights: Tensor,
+        y: Tensor,
+        add: bool,
+        begun: BegunNorm | None = None,
+    ) -> None:
         """y (+)= whole experts that some token goes to."""
-        self._down(p, self._gate_up(p, normed, weights), weights, y, add)
-        self._answers(p, weights, y)
+        last = begun if p.answers is None else None
+        self._down(p, self._gate_up(p, normed, weights), weights, y, add, last)
+        self._answers(p, weights, y, begun)
 
     def _gate_up(self, p: DevicePart, normed: Operand, weights: Tensor) -> Operand:
         """Return the neurons of whole experts, for `_down`."""
@@ -198,15 +226,23 @@ class PartQueue:
             return Operand(self._gate_up_pairs(p, normed, weights))
         h, ints = self._neurons(n, p), self.ints("gate", n, [p.down], p.experts)
         what = (p.gate.weight, p.gate.bias, p.up, normed.x, a.kind, a.bound, a.up_relu, None, weights)
-        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input, normed.ints, ints)
-        self.device.run(self.kernels.gate_up, h, *what, *more)
+        more = (self.counts[0], self.scratch, p.up_bias, a.alpha, p.scales_input)
+        self.device.run(self.kernels.gate_up, h, *what, *more, normed.ints, ints, normed.squares)
         return Operand(h, ints)
 
-    def _down(self, p: DevicePart, h: Operand, weights: Tensor, y: Tensor, add: bool) -> None:
+    def _down(
+        self,
+        p: DevicePart,
+        h: Operand,
+        weights: Tensor,
+        y: Tensor,
+        add: bool,
+        begun: BegunNorm | None = None,
+    ) -> None:
         if len(y) > device_sizes.FEW:
             self._down_pairs(p, h.x, weights, y, add)
         else:
-            more = (weights, add, self.scratch, h.ints)
+            more = (weights, add, self.scratch, h.ints, begun)
             self.device.run(self.kernels.down_experts, y, p.down, h.x, *more)
 
     def _gate_up_pairs(self, p: DevicePart, normed: Operand, weights: Tensor) -> Tensor:
@@ -227,9 +263,9 @@ class PartQueue:
         """Return how many of the part's experts a token goes to at most."""
         return min(p.experts, self.spec.n_experts_active)
 
-    def _answers(self, p: DevicePart, weights: Tensor, y: Tensor) -> None:
+    def _answers(self, p: DevicePart, weights: Tensor, y: Tensor, begun: BegunNorm | None = None) -> None:
         if p.answers is not None:
-            self.times(y, DeviceLinear(p.answers, None), Operand(weights), True)
+            self.times(y, DeviceLinear(p.answers, None), Operand(weights), True, begun)
 
     # ---- neurons that lie in RAM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -263,9 +264,55 @@ class DeviceFFN:
         return tuple(w for w in found if w is not None)
 
     @property
+    def alone(self) -> bool:
+        """Return whether the first GPU computes all of it."""
+        return self.cold is None and not self.others
+
+    @property
     def others(self) -> tuple[DevicePart, ...]:
         """Return the parts on further GPUs, a GPU's at most one."""
         return tuple(p for p in self.parts if p.gpu)
+
+
+@dataclass(frozen=True)
+class ReadNorm:
+    """The norm that a half of a layer begins with, and the matrices that read what it makes."""
+
+    norm: DeviceNorm
+    readers: Sequence[DeviceRows]
+
+
+def begun_norms(halves: Sequence[object]) -> dict[int, ReadNorm]:
+    """Return the norms that begin in the half before theirs, by that one's id, of halves in their order.
+
+    They are those between two halves that the first GPU computes alone, of which one ends in a product that
+    adds to the stream, and of which the next one has nothing but products read the norm.
+    """
+    found = {id(half): _read_norm(after) for half, after in pairwise(halves) if _ends_in_product(half)}
+    return {half: norm for half, norm in found.items() if norm is not None}
+
+
+def _read_norm(half: object) -> ReadNorm | None:
+    norm: DeviceNorm | None = None
+    readers: Sequence[DeviceRows] = ()
+    if isinstance(half, DeviceAttention):
+        norm, readers = half.norm, half.readers
+    elif isinstance(half, DeviceMixer):
+        norm, readers = half.norm_before, [part.weight for part in half.first]
+    elif isinstance(half, DeviceFFN) and half.alone and half.predictor is None:
+        norm, readers = half.norm, half.readers
+    if norm is None or norm.layer or norm.bias is not None or len(norm.weight) % 32:
+        return None  # of a LayerNorm the root is not all that is left
+    return ReadNorm(norm, readers)
+
+
+def _ends_in_product(half: object) -> bool:
+    if isinstance(half, DeviceAttention | DeviceMixer):
+        return half.join.plain
+    if not isinstance(half, DeviceFFN) or not half.alone or half.own is None:
+        return False
+    plain = half.join.plain and half.scale == 1 and half.down_bias is None
+    return plain and (half.shared is None or half.shared.experts_norm is None)
 
 
 @dataclass(frozen=True)

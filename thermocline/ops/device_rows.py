@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -82,12 +82,32 @@ def joined(parts: Sequence[DeviceRows]) -> DeviceRows:
     return replace(first, data=first.data.as_strided(shape, first.data.stride()))
 
 
+class Squares(NamedTuple):
+    """The end of an RMS norm: products are divided by the root of their token's mean square plus eps."""
+
+    sums: torch.Tensor  # f32 [tokens, columns / 32], of 32 columns each
+    eps: float
+
+
+class BegunNorm(NamedTuple):
+    """An RMS norm that begins where its stream is made: at the end of the product that is added to that.
+
+    Columns are multiplied by their weights. The rest is left to the products that read them (`Squares`).
+    """
+
+    weight: torch.Tensor
+    out: torch.Tensor  # f32 [tokens, columns]
+    sums: torch.Tensor  # `Squares.sums`
+    ints: Vector  # out in int8, too
+
+
 @dataclass(frozen=True)
 class Operand:
     """Vectors that matrices read."""
 
     x: torch.Tensor  # [tokens, columns]
     ints: Vector = None  # the same in int8 (`Scratch.quantised`), if what made x wrote that, too
+    squares: Squares | None = None  # then x is what `BegunNorm` made
 
     def __len__(self) -> int:
         return len(self.x)
@@ -200,6 +220,8 @@ class Kernels(Protocol):
         add: bool,
         scratch: Scratch,
         ints: Vector = None,
+        squares: Squares | None = None,
+        begun: BegunNorm | None = None,
         /,
     ) -> None: ...
 
@@ -232,6 +254,7 @@ class Kernels(Protocol):
         v: torch.Tensor,
         scratch: Scratch,
         ints: Vector = None,
+        squares: Squares | None = None,
         /,
     ) -> None: ...
 
@@ -352,11 +375,19 @@ class Kernels(Protocol):
         scales_input: bool = False,
         ints: Vector = None,
         h_ints: Vector = None,
+        squares: Squares | None = None,
         /,
     ) -> None: ...
 
     def down(
-        self, out: torch.Tensor, rows: DeviceRows, h: torch.Tensor, add: bool, scratch: Scratch, /
+        self,
+        out: torch.Tensor,
+        rows: DeviceRows,
+        h: torch.Tensor,
+        add: bool,
+        scratch: Scratch,
+        begun: BegunNorm | None = None,
+        /,
     ) -> None: ...
 
     def down_experts(
@@ -368,6 +399,7 @@ class Kernels(Protocol):
         add: bool,
         scratch: Scratch,
         ints: Vector = None,
+        begun: BegunNorm | None = None,
         /,
     ) -> None: ...
 

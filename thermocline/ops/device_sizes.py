@@ -175,6 +175,7 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made |= {name: stream for name in ("normed", "sum", "cold")}
     made |= {name: Buffer((s.tokens, n), here=0) for name, n in _attention(spec).items()}
     made |= _ints(spec, min(s.tokens, FEW))
+    made["squares"] = Buffer((min(s.tokens, FEW), -(-spec.dim // 32)), here=0)
     always = s.tokens * max(spec.shared_dim, spec.dense_dim)
     made["gate"] = Buffer((max(_activations(spec, s), always),), here=0)
     if not spec.sparse or spec.shared_dim:

@@ -45,8 +45,10 @@ from thermocline.ops.device_layers import (
     DeviceNorm,
     DevicePerLayer,
     DeviceShared,
+    ReadNorm,
+    begun_norms,
 )
-from thermocline.ops.device_rows import DeviceRows, Kernels, Operand, Scratch, Vector
+from thermocline.ops.device_rows import BegunNorm, DeviceRows, Kernels, Operand, Scratch, Squares, Vector
 from thermocline.ops.device_sizes import STREAMS, StepLimits
 from thermocline.ops.interface import (
     F16,
@@ -75,6 +77,7 @@ BoundAttention = DeviceAttention | _native.Attention
 BoundMixer = DeviceMixer | _native.Mixer
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
 Half = Callable[[Tensor, bool], None]  # what becomes a tensor, or is added to it
+BoundHalf = BoundAttention | BoundMixer | BoundFFN
 BoundPerLayer = DevicePerLayer | _native.PerLayer
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
 
@@ -104,6 +107,7 @@ class Hidden:
         self.array: F32 = self.host.numpy()
         self.tokens, self.on_device = tokens, on_device
         self.begun: BegunFFN | None = None  # then `device` has what that FFN reads, normed
+        self.ahead: Operand | None = None  # what the next half reads of it, where its norm has begun
 
     def __len__(self) -> int:
         return self.tokens
@@ -192,6 +196,8 @@ class GpuOps:
         self._named, self._named_cold = self._pairs["named"], self._pairs["named cold"]
         scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
         self._queue = PartQueue(device, kernels, spec, self._pairs, scratch)
+        self._halves: Sequence[object] = ()  # kept, so that nothing else takes their ids
+        self._begun: dict[int, ReadNorm] = {}
         self._latent = LatentQueue(self._queue, self._pairs)
         self._mixers = MixerQueue(self._queue, spec, self._pairs)
         self._side = tuple(SideGpu(d, kernels, spec, limits) for d in devices[1:])
@@ -231,8 +237,14 @@ class GpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> BoundFFN:
         return self._binder.ffn(spec, layer)
 
-    def follows(self, bound: BoundFFN, after: BoundFFN) -> None:
-        """Guess nothing: experts on disk are asked for by their own layer."""
+    def in_order(self, halves: Sequence[BoundHalf | None]) -> None:
+        """Begin norms where the stream of their half is made, if nothing lies between.
+
+        Experts on disk are asked for by their own layer.
+        """
+        between = self.spec.parallel or self.spec.per_layer_dim or self.spec.norm_order == "post"
+        self._halves = [] if between else [half for half in halves if half is not None]
+        self._begun = begun_norms(self._halves)
 
     def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> BoundPerLayer:
         return self._binder.per_layer(spec, layer)
@@ -564,7 +576,18 @@ class GpuOps:
             attended = self._attend(b, normed, step, kv)
         else:
             attended = self._latent.attend(b, b.latent, normed, step, kv)
-        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
+        begun = self._begin_norm(x, b)
+        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add, begun))
+
+    def _begin_norm(self, x: Hidden, b: BoundHalf) -> BegunNorm | None:
+        """Return the norm that is to begin with the last product of b, which is added to x."""
+        read = self._begun.get(id(b))
+        if read is None or x.tokens > FEW:
+            return None
+        out, sums = (self._pairs[name][0][: x.tokens] for name in ("normed", "squares"))
+        ints = self._queue.ints("normed", x.tokens, read.readers)
+        x.ahead = Operand(out, ints, Squares(sums, read.norm.eps))
+        return BegunNorm(read.norm.weight, out, sums, ints)
 
     def _attend(self, b: DeviceAttention, normed: Operand, step: DeviceStep, kv: KVLayer) -> Operand:
         n, run, k, heads = len(normed), self.device.run, self.kernels, b.heads
@@ -575,7 +598,7 @@ class GpuOps:
             run(k.rope_store, qkv, heads, step.cos, step.sin, *where)
         else:
             made_by = [(part.weight, part.bias) for part in b.qkv]
-            more = (step.cos, step.sin, *where, self._queue.scratch, normed.ints)
+            more = (step.cos, step.sin, *where, self._queue.scratch, normed.ints, normed.squares)
             run(k.project_heads, qkv, made_by, normed.x, heads, *more)
         ints = self._queue.ints("attended", n, [b.out.weight])
         made = None if b.gate is not None or b.sub_norm is not None or heads.dim % 32 else ints
@@ -643,7 +666,8 @@ class GpuOps:
             return
         normed = self._input_of(b.norm_before, x, h, [part.weight for part in b.first])
         mixed = Operand(self._mixers.mix(b, normed, step.sequence, cast("Tensor", states)))
-        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, mixed, add))
+        begun = self._begin_norm(x, b)
+        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, mixed, add, begun))
 
     def ffn_add(
         self,
@@ -686,10 +710,11 @@ class GpuOps:
             begun = self._begin(b, normed, h.device, sparsity, shares)
         normed, sends = begun.normed, begun.sends
         self._count(b, x.tokens)
+        following = self._begin_norm(x, b)
 
         def experts(y: Tensor, add: bool) -> None:
             if b.own is not None:
-                self._queue.add(b.own, normed, begun.named, begun.own, y, add)
+                self._queue.add(b.own, normed, begun.named, begun.own, y, add, following)
             elif not add:
                 self.device.run(y.zero_)
             if b.down_bias is not None:
@@ -908,6 +933,9 @@ class GpuOps:
         """`apart`: not h itself, which may be x: that changes while the CPU is still being sent it, and with
         each expert.
         """
+        ahead, h.ahead = h.ahead, None
+        if ahead is not None:
+            return ahead
         made, ints = self._normed[0][: h.tokens], None
         if norm is not None:
             ints = self._queue.ints("normed", h.tokens, readers)

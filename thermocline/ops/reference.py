@@ -6,7 +6,7 @@ A matrix here is a float32 array [rows, cols] (decode a stored one with `quant.d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -383,8 +383,8 @@ def bind_ffn(spec: ModelSpec, layer: Layer) -> Bound:
     return Bound(spec, None, layer)
 
 
-def follows(bound: Bound, after: Bound) -> None:
-    """Guess nothing."""
+def in_order(halves: Sequence[Bound | None]) -> None:
+    """Nothing begins before its turn."""
 
 
 def attention_add(x: F32, h: F32, bound: Bound, step: Step, kv: KVLayer) -> None:

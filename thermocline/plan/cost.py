@@ -208,6 +208,9 @@ class LayerWork:
     parallel: bool = False  # its FFN reads what attention does: others begin before the GPU attends
     dense: bool = False  # it has no experts, though the model may be a mixture
     apart: int = 0  # kernels of attention's that another one does not do, too
+    begun: int = (
+        0  # norms that are no kernels with few tokens, if all of it is on a GPU, and the layer before it
+    )
 
     def own(self, work: Work) -> Work:
         """Return the step as this layer sees it."""
@@ -353,7 +356,9 @@ def layer_times(
         computed = gates[g] if layer.on_gpu == "experts" else np.where(p, gates[g], work.routed * g)
         met = tokens_met(layer.on_gpu, work)
         there = _ffn_us(layer, v, computed, bundles[g], met, on_gpu=True) + of_ffn * launch_us
-        ffn_gpu = np.where(g > 0, there, 0.0)
+        begun = layer.begun if work.batch <= device_sizes.FEW else 0
+        fewer = np.where(a & (g == n), np.maximum(begun - p, 0), 0)  # a predictor's FFN has its own
+        ffn_gpu = np.where(g > 0, there - fewer * launch_us, 0.0)
         if layer.parallel:
             ffn_gpu += attends
         else:

@@ -190,7 +190,7 @@ class Problem:
             width = self.spec.ffn(i).width
             dim, parallel = self.spec.dim, self.spec.parallel
             more = apart(self.spec, i, self.ask.context)
-            how = (where, None, shared, width, parallel, experts <= 1, more)
+            how = (where, None, shared, width, parallel, experts <= 1, more, begun_norms(self.spec))
             yield LayerWork(sizes, reads, kept, kv_read, dim, *how)
 
 
@@ -213,6 +213,13 @@ def apart(spec: ModelSpec, layer: int, context: int) -> int:
     stores = spec.qk_norms(layer) or spec.v_norm or in_part or (not turns and spec.attention_tuning != 0)
     joins = not joins_at_once(spans(context, 1), shape.heads // shape.kv_heads, shape.head_dim)
     return int(stores) + int(joins)
+
+
+def begun_norms(spec: ModelSpec) -> int:
+    """Return how many norms of a layer begin with the product before them, where a GPU has few tokens."""
+    plain = spec.norm == "rms" and spec.norm_order == "pre" and spec.residual_scale == 1
+    between = spec.parallel or spec.per_layer_dim or spec.layer_scale or spec.shared_norms
+    return 2 if plain and not between and spec.dim % 32 == 0 else 0
 
 
 def divides(spec: ModelSpec, layer: int) -> str:

@@ -16,7 +16,7 @@ import torch
 from thermocline.model.formats import FORMATS
 from thermocline.model.gguf_blocks import E2M1, IQ4
 from thermocline.model.spec import Recurrent, Router
-from thermocline.ops.device_rows import SIGNS, Scratch, Vector
+from thermocline.ops.device_rows import SIGNS, BegunNorm, Scratch, Squares, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import AS_F16, FEW
 from thermocline.ops.interface import CANDIDATES, Heads
@@ -60,15 +60,25 @@ def add_normed(
 
 
 def matmul(
-    out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch, ints: Vector = None
+    out: Tensor,
+    w: Rows,
+    x: Tensor,
+    bias: Tensor | None,
+    add: bool,
+    scratch: Scratch,
+    ints: Vector = None,
+    squares: Squares | None = None,
+    begun: BegunNorm | None = None,
 ) -> None:
     """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
 
     out may be some columns of a wider tensor. Tokens meet rows in blocks as the CPU's do, in int8
     (`_as_bytes`), here and in `gate_up`, `down_experts` and `predict`. More than FEW, and pairs of a
     mixture, are floats where 16 columns have a scale.
+    squares, begun: at most FEW tokens have these. begun is the norm of out, which is not a part of a tensor.
     """
-    _put(out, _times(w, x, bias, ints), add)
+    _put(out, _times(w, x, bias, ints, squares), add)
+    _begin_norm(out, begun)
 
 
 def rope_store(
@@ -128,6 +138,7 @@ def project_heads(
     v: Tensor,
     scratch: Scratch,
     ints: Vector = None,
+    squares: Squares | None = None,
 ) -> None:
     """Makes qkv of x by matrices and their biases, the columns of one behind another's, then `rope_store`.
 
@@ -135,7 +146,7 @@ def project_heads(
     """
     first = 0
     for w, bias in parts:
-        matmul(qkv[:, first : first + w.rows], w, x, bias, False, scratch, ints)
+        matmul(qkv[:, first : first + w.rows], w, x, bias, False, scratch, ints, squares)
         first += w.rows
     rope_store(qkv, heads, cos, sin, positions, sequence, table, k, v)
 
@@ -385,6 +396,7 @@ def gate_up(
     scales_input: bool = False,
     ints: Vector = None,
     h_ints: Vector = None,
+    squares: Squares | None = None,
 ) -> None:
     """h [B, n] = act(gate x + gate_bias) * (up x + up_bias).
 
@@ -397,13 +409,16 @@ def gate_up(
     h_ints: h goes there in int8, too, but for experts that no token goes to; then no neurons are named.
     """
     what = gate, gate_bias, up, x, activation, bound, up_relu, named, weights, counts
-    _gate_up(partial(_times, ints=ints), h, *what, up_bias, alpha, scales_input)
+    _gate_up(partial(_times, ints=ints, squares=squares), h, *what, up_bias, alpha, scales_input)
     _put_ints(h_ints, h)
 
 
-def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
+def down(
+    out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch, begun: BegunNorm | None = None
+) -> None:
     """out [B, dim] (+)= h [B, n] times rows, one a neuron; those that are 0 for all tokens add nothing."""
     _put(out, _bundled(rows, h), add)
+    _begin_norm(out, begun)
 
 
 def down_experts(
@@ -414,6 +429,7 @@ def down_experts(
     add: bool,
     scratch: Scratch,
     ints: Vector = None,
+    begun: BegunNorm | None = None,
 ) -> None:
     """out [B, dim] (+)= the sum over experts of h [B, experts * n] times their rows [experts * dim, n].
 
@@ -428,6 +444,7 @@ def down_experts(
             w = _decode(rows, mine[s])
             y[:, s] += own @ torch.where(needed[e], w, w.new_zeros(())).T
     _put(out, y, add)
+    _begin_norm(out, begun)
 
 
 def gate_up_pairs(
@@ -786,8 +803,21 @@ def _gate_up(
     h.copy_(a if share is None or scales_input else torch.where(wanted, a * share, zero))
 
 
-def _times(w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None) -> Tensor:
-    return _exactly(w, _met(w, x, ints), bias)
+def _times(
+    w: Rows, x: Tensor, bias: Tensor | None, ints: Vector = None, squares: Squares | None = None
+) -> Tensor:
+    y = _exactly(w, _met(w, x, ints), None)
+    if squares is not None:
+        y *= (squares.sums.sum(dim=1, keepdim=True) / w.columns + squares.eps).rsqrt()
+    return y if bias is None else y + bias
+
+
+def _begin_norm(x: Tensor, begun: BegunNorm | None) -> None:
+    if begun is None:
+        return
+    begun.sums.copy_((x * x).view(len(x), -1, 32).sum(dim=2))
+    torch.mul(x, begun.weight, out=begun.out)
+    _put_ints(begun.ints, begun.out)
 
 
 def _tiled(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from thermocline.ops import device_sizes
-from thermocline.ops.device_rows import SIGNS, Scratch, Vector
+from thermocline.ops.device_rows import SIGNS, BegunNorm, Scratch, Squares, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import (
     BANNED,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from thermocline.ops.interface import Heads
 
 Tensor = torch.Tensor
+SQUARES = 128  # of a token's blocks, at least, that a program adds up: one a thread
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 # Few tokens, by their number. Chosen from what ptxas makes of them: nothing spilled, 8 warps an SM and more.
 DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
@@ -136,9 +137,21 @@ def add_normed(
 
 
 def matmul(
-    out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch, ints: Vector = None
+    out: Tensor,
+    w: Rows,
+    x: Tensor,
+    bias: Tensor | None,
+    add: bool,
+    scratch: Scratch,
+    ints: Vector = None,
+    squares: Squares | None = None,
+    begun: BegunNorm | None = None,
 ) -> None:
-    _matmul(out, w, x, bias, add, False, scratch, ints)
+    if len(x) <= FEW:
+        _matmul_few(out, w, x, bias, add, False, scratch, ints, squares, begun)
+    else:
+        assert squares is None and begun is None
+        _matmul(out, w, x, bias, add, False, scratch, ints)
 
 
 def rope_store(
@@ -191,14 +204,15 @@ def project_heads(
     v: Tensor,
     scratch: Scratch,
     ints: Vector = None,
+    squares: Squares | None = None,
 ) -> None:
     t, first, where = len(qkv), 0, (cos, sin, positions, sequence, table, k, v)
     at_once = t <= FEW and _turns_in_pairs(heads, cos)
     for w, bias in parts:
         if at_once:
-            _project(qkv, first, w, bias, x, heads, where, _quantised(x, scratch, ints, w))
+            _project(qkv, first, w, bias, x, heads, where, _quantised(x, scratch, ints, w), squares)
         else:
-            _matmul(qkv[:, first : first + w.rows], w, x, bias, False, False, scratch, ints)
+            matmul(qkv[:, first : first + w.rows], w, x, bias, False, scratch, ints, squares)
         first += w.rows
     if not at_once:
         rope_store(qkv, heads, *where)
@@ -408,6 +422,7 @@ def gate_up(
     scales_input: bool = False,
     ints: Vector = None,
     h_ints: Vector = None,
+    squares: Squares | None = None,
 ) -> None:
     assert up is None or (up.columns, up.rows) == (gate.columns, gate.rows)
     t, n = h.shape
@@ -430,10 +445,25 @@ def gate_up(
     quantised = _quantised(x, scratch, ints, gate, *([] if up is None else [up]))
     assert h_ints is None or (named is None and each % 32 == 0)
     arrivals = None if h_ints is None else scratch.arrivals
-    args = h, h_ints, arrivals, _at(gate), gate_bias, up_at, up_bias, x, quantised, named, weights, counts
-    args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
+    of_norm, blocks = _squares(squares, x)
+    args = h, h_ints, arrivals, _at(gate), gate_bias, up_at, up_bias, x, quantised, *of_norm
+    args += (
+        named,
+        weights,
+        counts,
+        n,
+        gate.columns,
+        gate.stride,
+        up_stride,
+        width,
+        t,
+        each,
+        pitch,
+        bound,
+        alpha,
+    )
     of_up = _products(gate if up is None else up, t)[2]
-    how["ALL"] = counts is None and n % rows == 0
+    how |= {"ALL": counts is None and n % rows == 0, "N": blocks}
     fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
     launch(
         triton_rows.gate_up_few,
@@ -446,37 +476,17 @@ def gate_up(
     )
 
 
-def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
-    t, n = h.shape
+def down(
+    out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch, begun: BegunNorm | None = None
+) -> None:
+    t = len(h)
     if t > FEW:
+        assert begun is None
         _down_many(out, rows, h, add)
         return
-    how = loader(rows.format)
-    if (at_once := DOWN_SUMS // (4 * how.planes)) < t:
-        for i in range(0, t, at_once):
-            down(out[i : i + at_once], rows, h[i : i + at_once], add, scratch)
-        return
-    tokens = _power(t)
-    s = _shape(rows, max(4, min(how.unit, how.sums // tokens)), 1)
-    chunks = _ceil(n, SPAN)
-    each = _ceil(chunks, MAX_SUMS)
-    programs = _ceil(chunks, each)
-    sums = scratch.take(programs, t, rows.columns)
-    fixed: dict[str, Any] = {
-        "FORMAT": rows.format,
-        "B": tokens,
-        "CHUNK": SPAN,
-        "R": DOWN_ROWS[tokens],
-        "W": DOWN_WARPS,
-    }
-    fixed |= {"G": s.g, "V": s.v}
-    args = sums, _at(rows), h, n, rows.columns, rows.stride, t, each
-    grid = programs, _ceil(_units(rows, s), s.g)
-    launch(triton_rows.down_few, grid, *args, warps=DOWN_WARPS, **fixed)
-    at_once = 64
-    joins = (_ceil(t * rows.columns, at_once),)
-    fixed = {"ADD": add, "S": _power(programs), "C": at_once}
-    launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
+    at_once = DOWN_SUMS // (4 * loader(rows.format).planes)
+    for i in range(0, t, at_once):
+        _down_few(out, rows, h, slice(i, min(t, i + at_once)), add, scratch, begun)
 
 
 def down_experts(
@@ -487,12 +497,14 @@ def down_experts(
     add: bool,
     scratch: Scratch,
     ints: Vector = None,
+    begun: BegunNorm | None = None,
 ) -> None:
     t, experts = weights.shape
     own = replace(rows, data=rows.data[: out.shape[1]])  # an expert's
     at_once, warps, fixed = _products(own, t)
     quantised, shape = _quantised(h, scratch, ints, own), (own.rows, own.columns, own.stride)
-    args = out, _at(rows), h, quantised, weights, *shape, t, experts, weights.stride(0)
+    what = out, _at(rows), h, quantised, weights, *_begun(begun, out, scratch)
+    args = *what, *shape, t, experts, weights.stride(0)
     grid = (_ceil(own.rows, at_once),)
     launch(
         triton_rows.down_experts_few, grid, *args, warps=warps, registers=_registers(own, t), ADD=add, **fixed
@@ -672,6 +684,7 @@ def _project(
     heads: Heads,
     where: tuple[Vector, ...],
     ints: Vector,
+    squares: Squares | None,
 ) -> None:
     """Queue the product that makes heads, turns them and stores them: of qkv the columns from `first` on."""
     assert x.is_contiguous() and first % heads.dim == w.rows % heads.dim == 0
@@ -679,13 +692,14 @@ def _project(
     rows, warps, fixed = _products(w, t)
     rows = fixed["R"] = max(2, rows)
     assert table is not None and v is not None
-    fixed |= {"DIM": heads.dim, "BLOCK": _block(v)}
+    of_norm, blocks = _squares(squares, x)
+    fixed |= {"DIM": heads.dim, "BLOCK": _block(v), "N": blocks}
     n_kv = 0 if heads.shares else heads.n_kv
     shape = w.rows, w.columns, w.stride, t, qkv.stride(0), first // heads.dim, heads.n, n_kv, table.shape[1]
     launch(
         triton_rows.heads_few,
         (w.rows // rows,),
-        *(qkv, _at(w), x, ints, bias, *where),
+        *(qkv, _at(w), x, ints, bias, *of_norm, *where),
         *shape,
         warps=warps,
         registers=_registers(w, t),
@@ -729,6 +743,47 @@ def _quantised(x: Tensor, scratch: Scratch, ints: Vector, *matrices: Rows) -> Te
     return to
 
 
+def _squares(squares: Squares | None, x: Tensor) -> tuple[tuple[Vector, float], int]:
+    """Return what kernels take of a norm that has begun, and the number of blocks that they read at once."""
+    if squares is None:
+        return (None, 0.0), 1
+    blocks = x.shape[1] // 32
+    assert squares.sums.is_contiguous() and squares.sums.shape == (len(x), blocks)
+    return (squares.sums, squares.eps), max(SQUARES, _power(blocks))
+
+
+def _begun(begun: BegunNorm | None, x: Tensor, scratch: Scratch) -> tuple[Vector, ...]:
+    """Return what kernels take that begin the norm of x."""
+    if begun is None:
+        return (None,) * 5
+    assert x.is_contiguous() and begun.out.is_contiguous() and x.shape == begun.out.shape
+    assert x.shape[1] % 32 == 0 and begun.sums.is_contiguous()
+    return begun.out, begun.ints, begun.sums, begun.weight, scratch.arrivals
+
+
+def _matmul_few(
+    out: Tensor,
+    w: Rows,
+    x: Tensor,
+    bias: Tensor | None,
+    add: bool,
+    relu: bool,
+    scratch: Scratch,
+    ints: Vector,
+    squares: Squares | None = None,
+    begun: BegunNorm | None = None,
+) -> None:
+    assert x.is_contiguous() and out.stride(1) == 1
+    t = len(x)
+    rows, warps, how = _products(w, t)
+    of_norm, blocks = _squares(squares, x)
+    what = out, _at(w), x, _quantised(x, scratch, ints, w), bias, *of_norm, *_begun(begun, out, scratch)
+    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "ALL": w.rows % rows == 0, "N": blocks, **how}
+    shape, most = (w.rows, w.columns, w.stride, t, out.stride(0)), _registers(w, t)
+    grid = (_ceil(w.rows, rows),)
+    launch(triton_rows.matmul_few, grid, *what, *shape, warps=warps, registers=most, **fixed)
+
+
 def _matmul(
     out: Tensor,
     w: Rows,
@@ -741,29 +796,15 @@ def _matmul(
 ) -> None:
     assert x.is_contiguous() and out.stride(1) == 1
     t = len(x)
-    fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
-    shape = w.rows, w.columns, w.stride
     if t <= FEW:
-        rows, warps, how = _products(w, t)
-        q = _quantised(x, scratch, ints, w)
-        args: tuple[Any, ...] = out, _at(w), x, q, bias, *shape, t, out.stride(0)
-        fixed["ALL"] = w.rows % rows == 0
-        launch(
-            triton_rows.matmul_few,
-            (_ceil(w.rows, rows),),
-            *args,
-            warps=warps,
-            registers=_registers(w, t),
-            **fixed,
-            **how,
-        )
-    else:
-        m = _tokens_at_once(w, t)
-        fixed |= {"M": m, "N": 64, **_many(w, m)}
-        grid = _ceil(w.rows, 64), _ceil(t, m)
-        args = out, _at(w), x, _given(x, scratch, w), bias, *shape, t, out.stride(0)
-        how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
-        launch(triton_rows.matmul_many, grid, *args, **how, **fixed)
+        _matmul_few(out, w, x, bias, add, relu, scratch, ints)
+        return
+    m = _tokens_at_once(w, t)
+    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "M": m, "N": 64, **_many(w, m)}
+    grid = _ceil(w.rows, 64), _ceil(t, m)
+    args = out, _at(w), x, _given(x, scratch, w), bias, w.rows, w.columns, w.stride, t, out.stride(0)
+    how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
+    launch(triton_rows.matmul_many, grid, *args, **how, **fixed)
 
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
@@ -773,6 +814,29 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     args = out, _at(rows), h, n, rows.columns, rows.stride, t
     grid = _ceil(_units(rows, s), g), _ceil(t, m)
     launch(triton_rows.down_many, grid, *args, stages=3, warps=_warps(rows, m), **fixed)
+
+
+def _down_few(
+    out: Tensor, rows: Rows, h: Tensor, which: slice, add: bool, scratch: Scratch, begun: BegunNorm | None
+) -> None:
+    """Queue `down` of some tokens."""
+    mine, columns, how = h[which], rows.columns, loader(rows.format)
+    t, n = mine.shape
+    tokens, chunks = _power(t), _ceil(n, SPAN)
+    s = _shape(rows, max(4, min(how.unit, how.sums // tokens)), 1)
+    each = _ceil(chunks, MAX_SUMS)
+    programs = _ceil(chunks, each)
+    sums = scratch.take(programs, t, columns)
+    fixed: dict[str, Any] = {"FORMAT": rows.format, "B": tokens, "CHUNK": SPAN, "R": DOWN_ROWS[tokens]}
+    fixed |= {"W": DOWN_WARPS, "G": s.g, "V": s.v}
+    args = sums, _at(rows), mine, n, columns, rows.stride, t, each
+    grid = programs, _ceil(_units(rows, s), s.g)
+    launch(triton_rows.down_few, grid, *args, warps=DOWN_WARPS, **fixed)
+    at_once, (*of_norm, _) = 64, _begun(begun, out, scratch)
+    joins = (_ceil(t * columns, at_once),)
+    sizes = programs, t * columns, columns, which.start * columns, len(out) * (columns // 32)
+    fixed = {"ADD": add, "S": _power(programs), "C": at_once}
+    launch(triton_rows.join_sums, joins, out[which], sums, *of_norm, *sizes, **fixed)
 
 
 def _given(x: Tensor, scratch: Scratch, w: Rows) -> Tensor | None:

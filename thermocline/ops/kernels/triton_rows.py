@@ -127,21 +127,60 @@ def four(w, i: tl.constexpr, plane: tl.constexpr, nought, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def squares_of(squares, tokens, blocks, B: tl.constexpr, N: tl.constexpr):
+    """[B, N] sums of squares of blocks of 32. N is not less than the threads of a program: so all of them add
+    up one token's, and do it in one order whatever B is. Compile tests look at that.
+    """
+    token, i = tl.arange(0, B)[:, None], tl.arange(0, N)[None, :]
+    return tl.load(squares + token * blocks + i, mask=(token < tokens) & (i < blocks), other=0)
+
+
+@triton.jit
+def inverse_roots(squares, columns, eps):
+    """[B, 1]: an RMS norm's factor of each token, of what `squares_of` has."""
+    return (1 / tl.sqrt(tl.sum(squares, axis=1) / columns + eps))[:, None]
+
+
+@triton.jit
+def begin_norm(to, ints, squares, weight, x, arrivals, first, columns, tokens, R: tl.constexpr):
+    """Write a stream's 32 columns as `BegunNorm` says, by the last of their programs, which have R each.
+
+    It works as if there were 16 tokens: so squares are added in one order whatever their number.
+    """
+    block, token = first // 32, tl.arange(0, 16)
+    if last_of(arrivals + block, 32 // R):
+        at, here = token[:, None] * columns + (block * 32 + tl.arange(0, 32))[None, :], token < tokens
+        y = tl.load(x + at, mask=here[:, None], other=0, cache_modifier=".cg")
+        tl.store(squares + token * (columns // 32) + block, tl.sum(y * y, axis=1), mask=here)
+        y *= tl.load(weight + block * 32 + tl.arange(0, 32))[None, :]
+        tl.store(to + at, y, mask=here[:, None])
+        if ints is not None:
+            put_ints(ints, y, token * (columns // 32) + block, here, tokens * (columns // 32))
+
+
+@triton.jit
 def matmul_few(
-    out, data, x, q, bias, rows, columns, stride: tl.constexpr, tokens, pitch,
-    ADD: tl.constexpr, RELU: tl.constexpr, ALL: tl.constexpr,
+    out, data, x, q, bias, squares, eps, begun, begun_ints, begun_squares, weight, arrivals,
+    rows, columns, stride: tl.constexpr, tokens, pitch,
+    ADD: tl.constexpr, RELU: tl.constexpr, ALL: tl.constexpr, N: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """ALL: rows are whole steps of R."""
+    """ALL: rows are whole steps of R. squares: N of x, which a norm has begun. begun: the norm of out, if it
+    has a weight.
+    """
     first = tl.program_id(0) * R
     fetch_ahead(data, first + tl.arange(0, R), rows, stride)
     follow()
+    if squares is not None:
+        met = squares_of(squares, tokens, columns // 32, B, N)
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     live = None if ALL and kinds(FORMAT) > 1 else row < rows
     y = products(data, first, live, columns, x, q, tokens, columns, 0, stride, FORMAT, B, R, G, V, U, EVEN)
     ok = (b < tokens) & (row < rows)[None, :]
     to = out + b * pitch + row[None, :]
+    if squares is not None:
+        y *= inverse_roots(met, columns, eps)
     if bias is not None:
         y += tl.load(bias + row, mask=row < rows, other=0)[None, :]
     if ADD:
@@ -149,17 +188,19 @@ def matmul_few(
     if RELU:
         y = tl.where(y <= 0, 0.0, y)
     tl.store(to, y, mask=ok)
+    if weight is not None:
+        begin_norm(begun, begun_ints, begun_squares, weight, out, arrivals, first, rows, tokens, R)
 
 
 @triton.jit
 def heads_few(
-    qkv, data, x, q, bias, cos, sin, positions, sequence, table, k, v,
+    qkv, data, x, q, bias, squares, eps, cos, sin, positions, sequence, table, k, v,
     rows, columns, stride: tl.constexpr, tokens, pitch, before, n, n_kv, width,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr,
+    R: tl.constexpr, G: tl.constexpr, V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """R / 2 rows of a head, and those half a head behind them, which they turn with: queries to qkv, keys and
-    values to their pages. `before`: heads of the matrices before this one.
+    values to their pages. `before`: heads of the matrices before this one. squares: as matmul_few's.
     """
     HALF: tl.constexpr = DIM // 2
     PROGRAMS: tl.constexpr = DIM // R  # of a head
@@ -168,10 +209,14 @@ def heads_few(
     row = first + places(R, HALF)
     fetch_ahead(data, row, rows, stride)
     follow()
+    if squares is not None:
+        met = squares_of(squares, tokens, columns // 32, B, N)
     live = None if kinds(FORMAT) > 1 else row < rows  # all are
     y = products(
         data, first, live, columns, x, q, tokens, columns, 0, stride, FORMAT, B, R, G, V, U, EVEN, HALF
     )
+    if squares is not None:
+        y *= inverse_roots(met, columns, eps)
     if bias is not None:
         y += tl.load(bias + row)[None, :]
     a, b = tl.split(tl.permute(tl.reshape(y, (B, 2, R // 2)), (0, 2, 1)))
@@ -194,10 +239,10 @@ def heads_few(
 
 @triton.jit
 def gate_up_few(
-    h, ints, arrivals, gate, bias, up, up_bias, x, q, named, weights, counts,
+    h, ints, arrivals, gate, bias, up, up_bias, x, q, squares, eps, named, weights, counts,
     n, columns, gate_stride: tl.constexpr, up_stride: tl.constexpr, named_stride,
     tokens, each, pitch, bound, alpha,
-    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, ALL: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, SCALES: tl.constexpr, ALL: tl.constexpr, N: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
     UP_FORMAT: tl.constexpr, UP_G: tl.constexpr, UP_V: tl.constexpr, UP_U: tl.constexpr,
@@ -207,7 +252,7 @@ def gate_up_few(
     then up where a gate is open. weights: a token's are `pitch` behind the one before's. SCALES: they scale
     gate and up.
     counts: four additions a program; None: up does not wait for the gate. ALL: and rows are whole steps of R.
-    ints: of each 32 neurons the last program quantises them.
+    ints: of each 32 neurons the last program quantises them. squares: as matmul_few's.
     """
     first = tl.program_id(0) * R
     if named is None and weights is None:
@@ -215,6 +260,8 @@ def gate_up_few(
         if up is not None and counts is None:
             fetch_ahead(up, first + tl.arange(0, R), n, up_stride)
     follow()
+    if squares is not None:
+        met = squares_of(squares, tokens, columns // 32, B, N)
     row, b = first + tl.arange(0, R), tl.arange(0, B)[:, None]
     mine = (b < tokens) & (row < n)[None, :]
     wanted = row < n
@@ -230,6 +277,9 @@ def gate_up_few(
     asked = None if ALL and kinds(FORMAT) > 1 else wanted
     y = products(gate, first, asked, columns, x, q, tokens, columns, 0, gate_stride,
                  FORMAT, B, R, G, V, U, EVEN)  # fmt: skip
+    if squares is not None:
+        inverse = inverse_roots(met, columns, eps)
+        y *= inverse
     if bias is not None:
         y += tl.load(bias + row, mask=row < n, other=0)[None, :]
     if SCALES:
@@ -243,6 +293,8 @@ def gate_up_few(
     if up is not None:
         u = products(up, first, asked, columns, x, q, tokens, columns, 0, up_stride,
                      UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)  # fmt: skip
+        if squares is not None:
+            u *= inverse
         if up_bias is not None:
             u += tl.load(up_bias + row, mask=row < n, other=0)[None, :]
         if SCALES:
@@ -339,13 +391,14 @@ def down_few(
 
 @triton.jit
 def down_experts_few(
-    out, data, h, q, weights, rows, columns, stride: tl.constexpr, tokens, experts, pitch,
+    out, data, h, q, weights, begun, begun_ints, begun_squares, weight, arrivals,
+    rows, columns, stride: tl.constexpr, tokens, experts, pitch,
     ADD: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
     V: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """R rows of every expert's `rows`, times what h [tokens, experts * columns] has for it, in their order.
 
-    What no token goes to is not read. weights: as gate_up_few's.
+    What no token goes to is not read. weights: as gate_up_few's. begun: as matmul_few's.
     """
     follow()
     first = tl.program_id(0) * R
@@ -361,6 +414,8 @@ def down_experts_few(
     if ADD:
         y += tl.load(to, mask=ok, other=0)
     tl.store(to, y, mask=ok)
+    if weight is not None:
+        begin_norm(begun, begun_ints, begun_squares, weight, out, arrivals, first, rows, tokens, R)
 
 
 @triton.jit
@@ -386,8 +441,15 @@ def nth(tuples, i: tl.constexpr):
 
 
 @triton.jit
-def join_sums(out, sums, programs, elements, ADD: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
-    """out [elements] (+)= the sum of sums [programs, elements], all of a column's on their way at once."""
+def join_sums(
+    out, sums, begun, begun_ints, begun_squares, weight, programs, elements, columns, before, blocks,
+    ADD: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out [elements] (+)= the sum of sums [programs, elements], all of a column's on their way at once.
+
+    begun: the norm of tokens, which have `columns` and of 32 so many `blocks` together; `before` elements of
+    theirs come before these.
+    """
     follow()
     c = tl.program_id(0) * C + tl.arange(0, C)
     s = tl.arange(0, S)
@@ -396,6 +458,14 @@ def join_sums(out, sums, programs, elements, ADD: tl.constexpr, S: tl.constexpr,
     if ADD:
         y += tl.load(out + c, mask=c < elements, other=0)
     tl.store(out + c, y, mask=c < elements)
+    if weight is not None:
+        at, block = before + c, tl.program_id(0) * (C // 32) + tl.arange(0, C // 32)
+        there, block = block * 32 < elements, before // 32 + block
+        tl.store(begun_squares + block, tl.sum(tl.reshape(y * y, (C // 32, 32)), axis=1), mask=there)
+        y *= tl.load(weight + at % columns)
+        tl.store(begun + at, y, mask=c < elements)
+        if begun_ints is not None:
+            put_ints(begun_ints, tl.reshape(y, (C // 32, 32)), block, there, blocks)
 
 
 @triton.jit
