@@ -33,7 +33,7 @@ from thermocline.machine import gpu_speed, hardware
 from thermocline.model import quant
 from thermocline.ops import cuda
 from thermocline.ops.device import Device, Task
-from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch
+from thermocline.ops.device_rows import BegunNorm, DeviceRows, Kernels, Scratch, Squares
 from thermocline.ops.device_sizes import KernelSizes, quantised_words
 from thermocline.session import gpu
 
@@ -234,8 +234,9 @@ def products(
 
 
 def overlap(device: Device, kernels: Kernels, layers: int, dim: int, replays: int) -> dict[str, Any]:
-    """Replay a chain of dependent launches; the same with int8 written by what makes vectors; and that of
-    launches that overlap. Every bit is compared. torch's kernels know nothing of the last.
+    """Replay a chain of dependent launches; the same with int8 written by what makes vectors; that of
+    launches that overlap; and both ways one whose norms begin in products. Every bit is compared, of the last
+    two with each other. torch's kernels know nothing of overlaps.
     """
     sizes = {"up": (4 * dim, dim), "down": (dim, 4 * dim)}
     made = {
@@ -252,24 +253,32 @@ def overlap(device: Device, kernels: Kernels, layers: int, dim: int, replays: in
     scratch = Scratch.of(KernelSizes(1, dim, 4 * dim, 1, 64, 32), device.torch)
 
     places = [device.zeros((quantised_words(1, n),), torch.int32) for n in (dim, 4 * dim)]
+    sums = device.zeros((1, dim // 32), torch.float32)
+    begun, squares = BegunNorm(weight, normed, sums, places[0]), Squares(sums, 1e-5)
 
-    def chain(ints: bool) -> None:
+    def chain(ints: bool, begins: bool) -> None:
         of_normed, of_h = places if ints else (None, None)
         device.copy(x, begin)
-        for up, down in zip(ups, downs, strict=True):
-            device.run(kernels.norm, normed, x, weight, None, 1e-5, False, of_normed)
+        for i, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            if i == 0 or not begins:
+                device.run(kernels.norm, normed, x, weight, None, 1e-5, False, of_normed)
             what = (up, None, None, normed, "relu", 0.0, False, None, None, None, scratch)
-            device.run(kernels.gate_up, h, *what, None, 1.0, False, of_normed, of_h)
-            device.run(kernels.matmul, x, down, h, None, True, scratch, of_h)
+            root = squares if i and begins else None
+            device.run(kernels.gate_up, h, *what, None, 1.0, False, of_normed, of_h, root)
+            more = (scratch, of_h, None, begun if begins else None)
+            device.run(kernels.matmul, x, down, h, None, True, *more)
         device.copy(out, x)
 
     replay, us = [], []
     before = os.environ.get("THERMOCLINE_OVERLAP", "")
-    for asked, ints in (("0", False), ("0", True), ("1", True)):
+    for asked, ints, begins in (
+        *(("0", False, False), ("0", True, False), ("1", True, False)),
+        *(("0", True, True), ("1", True, True)),
+    ):
         os.environ["THERMOCLINE_OVERLAP"] = asked
-        chain(ints)  # compiles
+        chain(ints, begins)  # compiles
         device.wait([])
-        replay.append(device.record(partial(chain, ints)))
+        replay.append(device.record(partial(chain, ints, begins)))
         us.append(seconds(device, replay[-1], 20) / layers * 1e6)
     os.environ["THERMOCLINE_OVERLAP"] = before
     wrong = 0
@@ -280,10 +289,11 @@ def overlap(device: Device, kernels: Kernels, layers: int, dim: int, replays: in
             again()
             device.wait([])
             answers.append(out.clone().view(torch.int32))
-        wrong += not all(torch.equal(answers[0], other) for other in answers[1:])
+        pairs = (0, 1), (0, 2), (3, 4)
+        wrong += not all(torch.equal(answers[i], answers[j]) for i, j in pairs)
     assert wrong == 0, f"{wrong} of {replays} replays have other bits where launches are fewer, or overlap"
-    times = dict(zip(("us_a_layer_quantised_apart", "us_a_layer", "us_a_layer_overlapping"), us, strict=True))
-    return {"replays": replays, **times}
+    how = "_quantised_apart", "", "_overlapping", "_begun", "_begun_overlapping"
+    return {"replays": replays, **{f"us_a_layer{name}": t for name, t in zip(how, us, strict=True)}}
 
 
 def main() -> int:
