@@ -276,11 +276,8 @@ def test_a_norm_begins_with_experts_answers(kernels: Kernels) -> None:
     tokens, dim, scratch = 3, 32, kernels.scratch()
     w, _ = kernels.rows("q8_0", normal(1, 2 * dim, 32))
     shares = kernels.put(np.array([[1, 0], [0.5, 0.5], [1, 0]], np.float32))
-    h, there, begun = (
-        kernels.put(normal(2, tokens, 64)),
-        normal(3, tokens, dim),
-        begun_norm(kernels, tokens, dim),
-    )
+    h, there = kernels.put(normal(2, tokens, 64)), normal(3, tokens, dim)
+    begun = begun_norm(kernels, tokens, dim)
     x, plain = kernels.put(there), kernels.put(there)
     kernels.ops.down_experts(plain, w, h, shares, True, scratch)
     kernels.ops.down_experts(x, w, h, shares, True, scratch, None, begun)
@@ -292,11 +289,8 @@ def test_a_norm_begins_with_a_sum_of_bundles(kernels: Kernels, format: str, toke
     """Also where those of q6_k are joined for 8 tokens at a time."""
     dim, scratch = 256 if format == "q6_k" else 96, kernels.scratch()
     rows, _ = kernels.rows(format, normal(1, 24, dim))
-    h, there, begun = (
-        kernels.put(normal(2, tokens, 24)),
-        normal(3, tokens, dim),
-        begun_norm(kernels, tokens, dim),
-    )
+    h, there = kernels.put(normal(2, tokens, 24)), normal(3, tokens, dim)
+    begun = begun_norm(kernels, tokens, dim)
     x, plain = kernels.put(there), kernels.put(there)
     kernels.ops.down(plain, rows, h, True, scratch)
     kernels.ops.down(x, rows, h, True, scratch, begun)
@@ -1011,11 +1005,8 @@ def test_a_norms_bits_do_not_depend_on_company(kernels: Kernels, format: str) ->
     w, _ = kernels.rows(format, normal(1, dim, dim))
     h, there = kernels.put(normal(2, 16, dim)), normal(3, 16, dim)
     for tokens in 1, 16:
-        x, y, begun = (
-            kernels.put(there[:tokens]),
-            kernels.filled(tokens, dim),
-            begun_norm(kernels, tokens, dim),
-        )
+        x, y = kernels.put(there[:tokens]), kernels.filled(tokens, dim)
+        begun = begun_norm(kernels, tokens, dim)
         kernels.ops.matmul(x, w, h[:tokens], None, True, kernels.scratch(), None, None, begun)
         more = kernels.scratch(), begun.ints, Squares(begun.sums, 1e-5)
         kernels.ops.matmul(y, w, begun.out, None, False, *more)

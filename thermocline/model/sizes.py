@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,9 +102,8 @@ class LayerSizes:
     neurons: int
     gate: NeuronTensors
     bundle: NeuronTensors  # up and down
-    router: PartSize = field(
-        default_factory=PartSize
-    )  # of `attention`; in RAM, and where that or neurons are
+    # Part of `attention`: it is in RAM, and on a GPU that has attention or neurons.
+    router: PartSize = PartSize()
     biases: tuple[int, ...] = ()  # bytes of each tensor of experts' biases, which RAM has of all experts
     routed: float = 1.0  # of its neurons, those of the experts that a token goes to
 

@@ -242,7 +242,7 @@ class GpuOps:
 
         Experts on disk are asked for by their own layer.
         """
-        between = self.spec.parallel or self.spec.per_layer_dim or self.spec.norm_order == "post"
+        between = self.spec.parallel or self.spec.per_layer_dim
         self._halves = [] if between else [half for half in halves if half is not None]
         self._begun = begun_norms(self._halves)
 

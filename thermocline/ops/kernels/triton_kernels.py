@@ -147,11 +147,7 @@ def matmul(
     squares: Squares | None = None,
     begun: BegunNorm | None = None,
 ) -> None:
-    if len(x) <= FEW:
-        _matmul_few(out, w, x, bias, add, False, scratch, ints, squares, begun)
-    else:
-        assert squares is None and begun is None
-        _matmul(out, w, x, bias, add, False, scratch, ints)
+    _matmul(out, w, x, bias, add, False, scratch, ints, squares, begun)
 
 
 def rope_store(
@@ -447,28 +443,14 @@ def gate_up(
     arrivals = None if h_ints is None else scratch.arrivals
     of_norm, blocks = _squares(squares, x)
     args = h, h_ints, arrivals, _at(gate), gate_bias, up_at, up_bias, x, quantised, *of_norm
-    args += (
-        named,
-        weights,
-        counts,
-        n,
-        gate.columns,
-        gate.stride,
-        up_stride,
-        width,
-        t,
-        each,
-        pitch,
-        bound,
-        alpha,
-    )
+    sizes = n, gate.columns, gate.stride, up_stride, width, t, each, pitch, bound, alpha
     of_up = _products(gate if up is None else up, t)[2]
     how |= {"ALL": counts is None and n % rows == 0, "N": blocks}
     fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
     launch(
         triton_rows.gate_up_few,
         (_ceil(n, rows),),
-        *args,
+        *(*args, named, weights, counts, *sizes),
         warps=warps,
         registers=_registers(gate, t),
         **fixed,
@@ -761,29 +743,6 @@ def _begun(begun: BegunNorm | None, x: Tensor, scratch: Scratch) -> tuple[Vector
     return begun.out, begun.ints, begun.sums, begun.weight, scratch.arrivals
 
 
-def _matmul_few(
-    out: Tensor,
-    w: Rows,
-    x: Tensor,
-    bias: Tensor | None,
-    add: bool,
-    relu: bool,
-    scratch: Scratch,
-    ints: Vector,
-    squares: Squares | None = None,
-    begun: BegunNorm | None = None,
-) -> None:
-    assert x.is_contiguous() and out.stride(1) == 1
-    t = len(x)
-    rows, warps, how = _products(w, t)
-    of_norm, blocks = _squares(squares, x)
-    what = out, _at(w), x, _quantised(x, scratch, ints, w), bias, *of_norm, *_begun(begun, out, scratch)
-    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "ALL": w.rows % rows == 0, "N": blocks, **how}
-    shape, most = (w.rows, w.columns, w.stride, t, out.stride(0)), _registers(w, t)
-    grid = (_ceil(w.rows, rows),)
-    launch(triton_rows.matmul_few, grid, *what, *shape, warps=warps, registers=most, **fixed)
-
-
 def _matmul(
     out: Tensor,
     w: Rows,
@@ -793,18 +752,29 @@ def _matmul(
     relu: bool,
     scratch: Scratch,
     ints: Vector = None,
+    squares: Squares | None = None,
+    begun: BegunNorm | None = None,
 ) -> None:
     assert x.is_contiguous() and out.stride(1) == 1
     t = len(x)
+    fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
+    shape = w.rows, w.columns, w.stride, t, out.stride(0)
     if t <= FEW:
-        _matmul_few(out, w, x, bias, add, relu, scratch, ints)
-        return
-    m = _tokens_at_once(w, t)
-    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "M": m, "N": 64, **_many(w, m)}
-    grid = _ceil(w.rows, 64), _ceil(t, m)
-    args = out, _at(w), x, _given(x, scratch, w), bias, w.rows, w.columns, w.stride, t, out.stride(0)
-    how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
-    launch(triton_rows.matmul_many, grid, *args, **how, **fixed)
+        rows, warps, how = _products(w, t)
+        of_norm, blocks = _squares(squares, x)
+        q, of_out = _quantised(x, scratch, ints, w), _begun(begun, out, scratch)
+        fixed |= {"ALL": w.rows % rows == 0, "N": blocks, **how}
+        args: tuple[Any, ...] = out, _at(w), x, q, bias, *of_norm, *of_out, *shape
+        grid, most = (_ceil(w.rows, rows),), _registers(w, t)
+        launch(triton_rows.matmul_few, grid, *args, warps=warps, registers=most, **fixed)
+    else:
+        assert squares is None and begun is None
+        m = _tokens_at_once(w, t)
+        fixed |= {"M": m, "N": 64, **_many(w, m)}
+        tiles = _ceil(w.rows, 64), _ceil(t, m)
+        args = out, _at(w), x, _given(x, scratch, w), bias, *shape
+        how = {"stages": 3, "warps": _warps(w, m), "registers": DOT_REGISTERS[1]}
+        launch(triton_rows.matmul_many, tiles, *args, **how, **fixed)
 
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
